@@ -1,0 +1,227 @@
+"""The fabric contract: what every transport offers, and the registry that finds it by URI scheme.
+
+A *channel* carries *frames* both ways: a type, a request id, a small body, and payload buffers. Bodies
+are opaque bytes here. Three rules make one contract serve sockets, RDMA and shared memory:
+
+- **The receiver places payload.** When a frame's body has arrived, :meth:`Handler.on_frame` returns a
+  :class:`Sink` (destination views); the payload lands there without another copy, then
+  :meth:`Handler.on_payload` is called. No sink: the payload is drained and dropped.
+- **The sender lends payload.** An :class:`Outgoing` lends its views until ``release`` is called, exactly
+  once, on every path: sent, cancelled or lost.
+- **Output is pulled.** Bulk data come from :class:`Source` objects, asked for a frame only when the
+  channel can take one, in turn with each other; frames queued by :meth:`Channel.send` go first. So
+  memory per channel is bounded by construction.
+
+All calls happen on the event loop's thread, callbacks are plain functions, and none may block.
+"""
+
+from __future__ import annotations
+
+import abc
+import importlib.metadata
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from fabrics.errors import AddressError, FabricUnavailable
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Caps checked before any allocation, and the bounds of queues. Bytes and seconds."""
+
+    max_body: int = 4 << 20
+    max_payload: int = 256 << 20
+    max_queued: int = 8 << 20  # control frames waiting to be sent; beyond it reading pauses
+    stall_timeout: float = 30.0  # no progress on owed bytes, either way
+
+
+@dataclass(frozen=True, slots=True)
+class Frame:
+    """A received frame without its payload. ``body`` is only valid during the callback: copy to keep."""
+
+    type: int
+    flags: int
+    request_id: int
+    body: memoryview
+    payload_nbytes: int
+
+
+class Sink:
+    """Destination of one payload: writable byte views, filled in order; their sizes add up to the payload.
+
+    ``landed(n)``, if given, is called as bytes arrive with the running total, so that a checksum can be
+    computed while they are still in the CPU's cache. ``closed(complete)`` is called exactly once when the
+    channel will never write to the views again: only then may their memory have another owner.
+    """
+
+    __slots__ = ("closed", "landed", "nbytes", "views")
+
+    def __init__(
+        self,
+        views: Sequence[memoryview],
+        *,
+        landed: Callable[[int], None] | None = None,
+        closed: Callable[[bool], None] | None = None,
+    ) -> None:
+        self.views = views
+        self.nbytes = sum(view.nbytes for view in views)
+        self.landed = landed
+        self.closed = closed
+
+
+@dataclass(slots=True)
+class Outgoing:
+    """A frame to be sent. ``payload`` views are lent until ``release(sent)`` is called (once, always)."""
+
+    type: int
+    request_id: int
+    body: bytes
+    payload: Sequence[memoryview] = ()
+    flags: int = 0
+    release: Callable[[bool], None] | None = None
+
+
+class Source(Protocol):
+    """A producer of bulk frames, pulled by the channel when it can send."""
+
+    def next_frame(self) -> Outgoing | None:
+        """The next frame, or None: nothing now. After None the channel forgets the source until it is
+        added again with :meth:`Channel.add_source`. An exception aborts the channel."""
+
+
+class Handler(Protocol):
+    """Receives a channel's events. An exception that escapes a callback aborts the channel."""
+
+    def on_frame(self, channel: Channel, frame: Frame) -> Sink | None:
+        """A frame's header and body arrived. Return where its payload goes (None: drop it)."""
+
+    def on_payload(self, channel: Channel, frame: Frame, sink: Sink) -> None:
+        """The payload of ``frame`` is in place. ``frame.body`` is no longer valid."""
+
+    def on_cancel(self, channel: Channel, request_id: int) -> None:
+        """The peer gave up a request: stop producing for it."""
+
+    def on_lost(self, channel: Channel, error: Exception | None) -> None:
+        """The channel is gone (``error`` None: closed in order). Called once; nothing follows."""
+
+
+@dataclass(slots=True)
+class ChannelStats:
+    frames_in: int = 0
+    frames_out: int = 0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    bytes_dropped: int = 0  # payload drained without a sink
+
+
+class Channel(abc.ABC):
+    """A duplex stream of frames to one peer. Not thread-safe: loop thread only."""
+
+    local: str
+    peer: str
+    stats: ChannelStats
+
+    @property
+    @abc.abstractmethod
+    def state(self) -> str:
+        """"open", "closing" or "closed"."""
+
+    @abc.abstractmethod
+    def send(self, frame: Outgoing) -> None:
+        """Queue a frame ahead of all sources. Raises ChannelClosed; ``release`` is called in any case."""
+
+    @abc.abstractmethod
+    def add_source(self, source: Source) -> None:
+        """Put ``source`` into the ring that is asked for frames in turn. Adding it twice changes nothing."""
+
+    @abc.abstractmethod
+    def remove_source(self, source: Source) -> None:
+        """Ask ``source`` no more. A frame it already gave is still sent in full."""
+
+    @abc.abstractmethod
+    def drop_sink(self, request_id: int) -> None:
+        """From now on write to no sink of ``request_id``: what is still arriving is drained and dropped.
+        ``Sink.closed(False)`` is called when the memory is free (at once, where the fabric can)."""
+
+    @abc.abstractmethod
+    def cancel(self, request_id: int) -> None:
+        """:meth:`drop_sink`, and tell the peer to stop producing for ``request_id``."""
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Send what is queued by :meth:`send`, say goodbye, close. Ends within ``Limits.stall_timeout``."""
+
+    @abc.abstractmethod
+    def abort(self, error: Exception | None = None) -> None:
+        """Close now. If ``error`` is a FrameError the peer is told why, as far as that needs no waiting."""
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.state} {self.local} - {self.peer}>"
+
+
+class Listener(abc.ABC):
+    """Accepts channels until closed."""
+
+    uris: Sequence[str]  # what peers can connect to; the port is the one really bound
+
+    @abc.abstractmethod
+    async def close(self) -> None:
+        """Stop accepting. Channels already accepted live on."""
+
+
+AcceptCallback = Callable[[Channel], Handler]
+
+
+class Fabric(abc.ABC):
+    """A transport. Instances are cheap and hold no global state."""
+
+    scheme: str
+
+    def __init__(self, limits: Limits | None = None) -> None:
+        self.limits = limits or Limits()
+
+    @abc.abstractmethod
+    async def connect(self, uri: str, handler: Handler, *, timeout: float) -> Channel:
+        """Open a channel within ``timeout`` seconds. Raises AddressError, ConnectFailed, FabricUnavailable."""
+
+    @abc.abstractmethod
+    async def listen(self, uri: str, accept: AcceptCallback) -> Listener:
+        """Bind and accept; ``accept`` is called with each new channel and returns its handler.
+        Raises AddressError with address and errno."""
+
+
+@dataclass(slots=True)
+class _Registry:
+    known: dict[str, type[Fabric]] = field(default_factory=dict)
+
+
+_registry = _Registry()
+
+
+def register(scheme: str, fabric: type[Fabric]) -> None:
+    """Make ``fabric`` known without an entry point (tests, embedded use)."""
+    _registry.known[scheme] = fabric
+
+
+def schemes() -> list[str]:
+    """URI schemes that can be opened here."""
+    points = importlib.metadata.entry_points(group="hypercache.fabrics")
+    return sorted({*_registry.known, *(point.name for point in points)})
+
+
+def fabric_for(uri: str, limits: Limits | None = None) -> Fabric:
+    """The fabric for a URI such as ``tcp://host:7440``. Loaded on first use, so that RDMA libraries are not
+    touched by those who speak TCP. Raises AddressError for an unknown scheme, FabricUnavailable with the reason."""
+    scheme, separator, _ = uri.partition("://")
+    if not separator:
+        raise AddressError(f"{uri!r} is not a fabric URI; write SCHEME://ADDRESS with one of {schemes()}")
+    if scheme not in _registry.known:
+        points: Any = importlib.metadata.entry_points(group="hypercache.fabrics", name=scheme)
+        if not points:
+            raise AddressError(f"{uri!r}: unknown scheme {scheme!r}; known here: {schemes()}")
+        try:
+            _registry.known[scheme] = next(iter(points)).load()
+        except ImportError as error:
+            raise FabricUnavailable(f"{scheme}:// cannot be used here: {error}") from error
+    return _registry.known[scheme](limits)
