@@ -1,0 +1,282 @@
+"""The messages between client and server. Versioned, bounded, no I/O.
+
+Bodies are MessagePack arrays (msgspec structs, ``array_like``): a newer peer may append fields, an older
+one ignores them. The frame type is the :class:`Op`; the frame's request id ties every answer to its
+question for ever. Digests travel concatenated (16 bytes each), checksums as one u32 a chunk.
+
+::
+
+    client                                   server
+    HELLO  versions, tenant              ->
+                                         <-  HELLO_OK  version, limits      (or ERROR, then goodbye)
+    OPEN   namespace, geometry           ->
+                                         <-  OPENED  handle
+    MATCH  digests                       ->
+                                         <-  MATCHED  blocks
+    FETCH  digests                       ->
+                                         <-  FETCHING  blocks               (the leased, contiguous run)
+                                         <-  LAYER  layer, first, crcs + payload   (layer after layer)
+                                         <-  FETCHED
+    STORE  parent, digests               ->
+    PUT    layer, first, crcs + payload  ->                                 (does not wait for STORING)
+                                         <-  STORING  runs still wanted
+                                         <-  STORED  outcome of each block
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Sequence
+from typing import TypeVar
+
+import msgspec
+
+from hypercache.errors import ProtocolError
+
+VERSION = 1
+DIGEST_BYTES = 16
+CHECKSUM = "crc32c"  # RFC 3720, Castagnoli; named in the handshake so that another can follow
+CODECS = ("raw", "fp8", "int8", "int4", "int4-plain")
+
+MAX_BLOCKS = 1 << 17  # a request: 2 million tokens at 16 a block, 2 MiB of digests
+MAX_LAYERS = 4096
+MAX_CHUNK_BYTES = 64 << 20
+MAX_FRAME_CHUNKS = 512
+MAX_LABEL = 256
+
+
+class Op(enum.IntEnum):
+    """Frame types. Numbers are never reused."""
+
+    HELLO = 1
+    HELLO_OK = 2
+    OPEN = 3
+    OPENED = 4
+    MATCH = 5
+    MATCHED = 6
+    FETCH = 7
+    FETCHING = 8
+    LAYER = 9
+    FETCHED = 10
+    STORE = 11
+    STORING = 12
+    PUT = 13
+    STORED = 14
+    CONTAINS = 15
+    CONTAINED = 16
+    EVICT = 17
+    CLEAR = 18
+    REMOVED = 19
+    ERROR = 20
+
+
+class ErrorCode(enum.StrEnum):
+    VERSION = "version"  # no common protocol version
+    HASH_VERSION = "hash_version"  # digests are made in another way: nothing would ever hit
+    CHECKSUM = "checksum"  # no common checksum
+    CODEC = "codec"  # the server does not know the codec
+    SPEC = "spec"  # geometry disagrees with what is stored under this namespace
+    HANDLE = "handle"  # namespace handle is not open on this channel
+    TENANT = "tenant"  # the namespace belongs to another tenant
+    TOO_LARGE = "too_large"
+    BUSY = "busy"  # too many requests or connections
+    DRAINING = "draining"
+    DEADLINE = "deadline"
+    MALFORMED = "malformed"
+    UNSUPPORTED = "unsupported"
+    INTERNAL = "internal"
+
+
+class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
+    """Base of all bodies."""
+
+
+class Hello(Message):
+    lowest: int
+    highest: int
+    agent: str
+    hash_version: int
+    checksums: tuple[str, ...]
+    tenant: str
+    tenant_id: bytes
+
+
+class HelloOk(Message):
+    version: int
+    agent: str
+    checksum: str
+    codecs: tuple[str, ...]
+    max_blocks: int
+    max_payload: int
+
+
+class Open(Message):
+    """``chunk_nbytes``: encoded bytes of one layer chunk, per layer. ``label`` is for people."""
+
+    digest: bytes
+    block_size: int
+    codec: str
+    chunk_nbytes: tuple[int, ...]
+    label: str
+
+
+class Opened(Message):
+    """``others``: labels of this tenant's other namespaces, to explain an empty one."""
+
+    handle: int
+    blocks: int
+    others: tuple[str, ...]
+
+
+class Match(Message):
+    handle: int
+    digests: bytes
+
+
+class Matched(Message):
+    blocks: int
+
+
+class Fetch(Message):
+    """``layers``: first and stop. ``deadline_ms`` counts from arrival. ``frame_bytes``: preferred payload size."""
+
+    handle: int
+    digests: bytes
+    layers: tuple[int, int]
+    deadline_ms: int
+    frame_bytes: int
+
+
+class Fetching(Message):
+    blocks: int
+
+
+class Layer(Message):
+    """Payload: ``len(crcs)`` chunks of ``layer``, blocks ``first`` onwards."""
+
+    layer: int
+    first: int
+    crcs: tuple[int, ...]
+
+
+class Fetched(Message):
+    blocks: int
+
+
+class Store(Message):
+    """``parent``: digest of the block before the first, None at the start of a prompt."""
+
+    handle: int
+    parent: bytes | None
+    digests: bytes
+    deadline_ms: int
+
+
+class Storing(Message):
+    """``wanted``: (first, count) runs, relative to the request."""
+
+    wanted: tuple[tuple[int, int], ...]
+
+
+class Put(Message):
+    layer: int
+    first: int
+    crcs: tuple[int, ...]
+
+
+class Stored(Message):
+    """How many blocks ended how: "stored", "exists", "pending", "orphan", "full", "too_large", "corrupt", "aborted"."""
+
+    outcome: dict[str, int]
+
+
+class Contains(Message):
+    handle: int
+    digests: bytes
+
+
+class Contained(Message):
+    present: bytes  # one byte a digest, 0 or 1
+
+
+class Evict(Message):
+    handle: int
+    digests: bytes
+
+
+class Clear(Message):
+    handle: int
+
+
+class Removed(Message):
+    blocks: int
+    nbytes: int
+
+
+class Error(Message):
+    code: str
+    message: str
+
+
+BODIES: dict[Op, type[Message]] = {
+    Op.HELLO: Hello,
+    Op.HELLO_OK: HelloOk,
+    Op.OPEN: Open,
+    Op.OPENED: Opened,
+    Op.MATCH: Match,
+    Op.MATCHED: Matched,
+    Op.FETCH: Fetch,
+    Op.FETCHING: Fetching,
+    Op.LAYER: Layer,
+    Op.FETCHED: Fetched,
+    Op.STORE: Store,
+    Op.STORING: Storing,
+    Op.PUT: Put,
+    Op.STORED: Stored,
+    Op.CONTAINS: Contains,
+    Op.CONTAINED: Contained,
+    Op.EVICT: Evict,
+    Op.CLEAR: Clear,
+    Op.REMOVED: Removed,
+    Op.ERROR: Error,
+}
+_TYPES = {body: op for op, body in BODIES.items()}
+_DECODERS: dict[int, msgspec.msgpack.Decoder[Message]] = {
+    int(op): msgspec.msgpack.Decoder(body) for op, body in BODIES.items()
+}
+_encode = msgspec.msgpack.Encoder().encode
+
+M = TypeVar("M", bound=Message)
+
+
+def encode(message: Message) -> tuple[int, bytes]:
+    """Frame type and body of a message."""
+    return int(_TYPES[type(message)]), _encode(message)
+
+
+def decode(frame_type: int, body: memoryview | bytes) -> Message | None:
+    """The message of a frame, None for a type this version does not know. Raises ProtocolError."""
+    decoder = _DECODERS.get(frame_type)
+    if decoder is None:
+        return None
+    try:
+        return decoder.decode(body)
+    except (msgspec.DecodeError, RecursionError, OverflowError, ValueError) as error:
+        raise ProtocolError(f"malformed {Op(frame_type).name} body of {len(body)} bytes: {error}") from error
+
+
+def join_digests(digests: Sequence[bytes]) -> bytes:
+    return b"".join(digests)
+
+
+def split_digests(joined: bytes) -> list[bytes]:
+    """Raises ProtocolError unless ``joined`` is 1..MAX_BLOCKS whole digests."""
+    count, rest = divmod(len(joined), DIGEST_BYTES)
+    if rest or not 0 < count <= MAX_BLOCKS:
+        raise ProtocolError(f"{len(joined)} bytes are not 1..{MAX_BLOCKS} digests of {DIGEST_BYTES} bytes")
+    return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
+
+
+def batch_size(chunk_nbytes: int, frame_bytes: int) -> int:
+    """Chunks per frame: as many as fit ``frame_bytes``, at least one."""
+    return max(1, min(MAX_FRAME_CHUNKS, frame_bytes // max(1, chunk_nbytes)))
