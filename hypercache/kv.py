@@ -1,0 +1,136 @@
+"""The K/V of one sequence in host memory: what engines and client hand to each other.
+
+An engine either lends its own memory (:meth:`KVBuffers.wrap`, no copy) or has the client fill a fresh
+allocation (:meth:`KVBuffers.allocate`). Everything that could make two sides read the same bytes
+differently (layers, parts, heads, tokens, dims, dtype, strides) is checked once, here, before a byte moves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from hypercache.errors import SpecError
+from hypercache.model import KVDtype, ModelSpec
+
+Array = npt.NDArray[Any]
+_ALIGN = 64  # bytes; each array of an allocation starts on a cache line
+
+
+class KVBuffers:
+    """K/V of positions ``0..tokens-1`` of one sequence, all layers of one rank. Holds views, never copies.
+
+    ``layer(i)`` gives one array per part of ``spec.layout(i)``: shape ``(heads, tokens, dim)``, dtype
+    ``layout.dtype.storage`` (bf16 as uint16, fp8 as uint8), innermost axis contiguous, other strides free.
+    """
+
+    __slots__ = ("_layers", "spec", "tokens")
+
+    def __init__(self, spec: ModelSpec, tokens: int, layers: Sequence[tuple[Array, ...]]) -> None:
+        """For :meth:`allocate`, :meth:`wrap` and :meth:`window`, which have checked what is given here."""
+        self.spec = spec
+        self.tokens = tokens
+        self._layers = layers
+
+    def layer(self, i: int) -> tuple[Array, ...]:
+        """The arrays of layer ``i``, one per part."""
+        if not 0 <= i < len(self._layers):
+            raise SpecError(
+                f"K/V of model {self.spec.name!r} have layers 0..{len(self._layers) - 1}, asked for {i}"
+            )
+        return self._layers[i]
+
+    def window(self, start: int, stop: int) -> KVBuffers:
+        """Positions ``start..stop-1`` as views of the same memory (their index restarts at 0)."""
+        if not 0 <= start <= stop <= self.tokens:
+            raise SpecError(f"tokens {start}..{stop} are outside the 0..{self.tokens} that these K/V hold")
+        layers = [tuple(array[:, start:stop] for array in parts) for parts in self._layers]
+        return KVBuffers(self.spec, stop - start, layers)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all elements."""
+        return self.tokens * self.spec.token_nbytes()
+
+    @classmethod
+    def allocate(cls, spec: ModelSpec, tokens: int) -> KVBuffers:
+        """Uninitialised C-contiguous arrays, cut from one allocation in layer order."""
+        if tokens < 0:
+            raise SpecError(f"cannot allocate K/V of {tokens} tokens; tokens must be >= 0")
+        shapes = [
+            [((layout.heads, tokens, part.dim), layout.dtype.storage) for part in layout.parts]
+            for layout in map(spec.layout, range(spec.num_layers))
+        ]
+        total = sum(_aligned(shape, dtype) for parts in shapes for shape, dtype in parts)
+        memory = np.empty(total + _ALIGN, np.uint8)
+        at = -memory.ctypes.data % _ALIGN
+        layers = []
+        for parts in shapes:
+            arrays = []
+            for shape, dtype in parts:
+                arrays.append(np.ndarray(shape, dtype, memory.data, at))
+                at += _aligned(shape, dtype)
+            layers.append(tuple(arrays))
+        return cls(spec, tokens, layers)
+
+    @classmethod
+    def wrap(cls, spec: ModelSpec, layers: Sequence[Sequence[Array]]) -> KVBuffers:
+        """Zero-copy over engine memory: one sequence of arrays per layer, one array per part.
+
+        Raises SpecError that names the layer, the part and both values for any disagreement with ``spec``.
+        """
+        if len(layers) != spec.num_layers:
+            raise SpecError(
+                f"model {spec.name!r} has {spec.num_layers} layers, the engine handed over {len(layers)}; "
+                "build the ModelSpec from the config of the model that runs"
+            )
+        tokens = layers[0][0].shape[1] if len(layers[0]) and layers[0][0].ndim == 3 else 0
+        checked = []
+        for i, arrays in enumerate(layers):
+            layout = spec.layout(i)
+            if len(arrays) != len(layout.parts):
+                names = [part.name for part in layout.parts]
+                raise SpecError(
+                    f"layer {i}: layout {layout.kind!r} has parts {names}, got {len(arrays)} arrays"
+                )
+            for part, array in zip(layout.parts, arrays, strict=True):
+                _check(
+                    f"layer {i}, part {part.name!r}", array, (layout.heads, tokens, part.dim), layout.dtype
+                )
+            checked.append(tuple(arrays))
+        return cls(spec, tokens, checked)
+
+    def __repr__(self) -> str:
+        size = f"{self.tokens} tokens, {len(self._layers)} layers, {self.nbytes} bytes"
+        return f"<KVBuffers {self.spec.name!r} {size}>"
+
+
+def _aligned(shape: tuple[int, int, int], dtype: np.dtype[Any]) -> int:
+    nbytes = shape[0] * shape[1] * shape[2] * dtype.itemsize
+    return -(-nbytes // _ALIGN) * _ALIGN
+
+
+def _check(where: str, array: Array, want: tuple[int, int, int], dtype: KVDtype) -> None:
+    if not isinstance(array, np.ndarray):
+        raise SpecError(
+            f"{where}: needs a NumPy array, got {type(array).__name__}; pass a host view of the tensor"
+        )
+    if array.ndim != 3:
+        raise SpecError(
+            f"{where}: needs shape (heads, tokens, dim), got {array.shape}; pass one sequence, no batch axis"
+        )
+    for axis, expected, got in zip(("heads", "tokens", "dim"), want, array.shape, strict=True):
+        if expected != got:
+            raise SpecError(
+                f"{where}: {axis} must be {expected}, got {got} (shape {array.shape}, expected {want})"
+            )
+    if array.dtype != dtype.storage:
+        raise SpecError(f"{where}: {dtype.value} K/V are carried as {dtype.storage}, got {array.dtype}")
+    if array.size and array.shape[2] > 1 and array.strides[2] != array.itemsize:
+        raise SpecError(
+            f"{where}: elements of one token must be contiguous ({array.itemsize} bytes apart), "
+            f"they are {array.strides[2]} apart; pass another view or a copy"
+        )
