@@ -1,0 +1,36 @@
+# The only entry points: make demo, make test, make lint, make bench, make install, make clean.
+PY ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+
+.PHONY: install demo test lint bench clean
+
+install: $(STAMP)
+
+# pip understands --group since 25.1; a fresh environment may bring an older one.
+$(STAMP): pyproject.toml
+	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "HyperCache needs Python >= 3.11, $(PY) is " + sys.version.split()[0] + "; choose another: make PY=python3.12")'
+	test -x $(BIN)/python || $(PY) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+	$(BIN)/python -m pip install --quiet --editable '.[demo]' --group dev
+	touch $@
+
+demo: install
+	$(BIN)/hypercache demo
+
+test: install
+	$(BIN)/python -m pytest -q
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+bench: install
+	$(BIN)/python tools/fabric_throughput.py
+	$(BIN)/hypercache benchmark
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis
+	find fabrics hypercache tests tools -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,223 @@
+"""What a node counts, in Prometheus naming, on a registry of its own.
+
+Counting never fails a request: a bad value or an error inside the library is counted itself
+(``hypercache_metrics_errors_total``) and goes no further. Label values are bounded: after
+:data:`LABEL_LIMIT` different ones the rest is counted under "other". No token, tenant or key is a label.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any
+
+import structlog
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+LABEL_LIMIT = 32
+LAG_INTERVAL_S = 0.05
+LAG_WINDOW = 1200  # samples in the percentile of /status: one minute
+_LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
+
+log = structlog.get_logger("hypercache.metrics")
+
+
+class Count:
+    """A monotone counter, with up to two labels of bounded variety."""
+
+    def __init__(self, owner: Metrics, name: str, text: str, labels: tuple[str, ...] = ()) -> None:
+        self._owner = owner
+        self._counter = Counter(f"hypercache_{name}", text, labels, registry=owner.registry)
+        self._labels = _Labels(len(labels))
+
+    def inc(self, *labels: str, by: float = 1) -> None:
+        """Add ``by`` (>= 0)."""
+        try:
+            (self._counter.labels(*self._labels.bound(labels)) if labels else self._counter).inc(by)
+        except Exception as error:
+            self._owner.failed(error)
+
+
+class _Labels:
+    """Lets the first :data:`LABEL_LIMIT` values of each label through."""
+
+    def __init__(self, count: int) -> None:
+        self._seen: list[set[str]] = [set() for _ in range(count)]
+
+    def bound(self, values: tuple[str, ...]) -> list[str]:
+        return [self._one(seen, str(value)) for seen, value in zip(self._seen, values, strict=True)]
+
+    @staticmethod
+    def _one(seen: set[str], value: str) -> str:
+        if value in seen:
+            return value
+        if len(seen) >= LABEL_LIMIT or len(value) > 64:
+            return "other"
+        seen.add(value)
+        return value
+
+
+class _Pulled(Collector):
+    """Gauges and counters read from the store when somebody asks."""
+
+    def __init__(self, owner: Metrics) -> None:
+        self._owner = owner
+        self.source: Callable[[], Mapping[str, Any]] | None = None
+        self.totals: frozenset[str] = frozenset()
+
+    def collect(self) -> Iterable[Metric]:
+        if self.source is None:
+            return
+        try:
+            values = dict(self.source())
+        except Exception as error:
+            self._owner.failed(error)
+            return
+        for name, value in values.items():
+            if isinstance(value, bool) or not isinstance(value, int | float):
+                continue
+            family = CounterMetricFamily if name in self.totals else GaugeMetricFamily
+            yield family(f"hypercache_store_{name}", f"The store's {name.replace('_', ' ')}.", value)
+
+
+class Metrics:
+    """All counters of one node. Loop thread only, except for scraping."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        ProcessCollector(registry=self.registry)
+        self._errors = Counter(
+            "hypercache_metrics_errors", "Wrong values or errors met while counting.", registry=self.registry
+        )
+        self._first_error = True
+        self._requests = self._count("requests", "Requests ended.", "op", "outcome")
+        self._refused = self._count("refused", "Requests refused.", "code")
+        self._protocol_errors = self._count("protocol_errors", "Connections closed for a fault.", "kind")
+        self._asked = self._count("blocks_asked", "Blocks asked for: hit + missed.", "op")
+        self._hit = self._count("blocks_hit", "Asked blocks that were usable.", "op")
+        self._missed = self._count("blocks_missed", "Asked blocks that were not.", "op")
+        self._stored = self._count("blocks_stored", "Blocks made visible by a store.")
+        self._skipped = self._count("blocks_skipped", "Offered blocks that were not stored.", "reason")
+        self._checksum_failures = self._count("checksum_failures", "Offered blocks with a wrong checksum.")
+        self._received = self._count("received_bytes", "K/V bytes received by stores.")
+        self._sent = self._count("sent_bytes", "K/V bytes sent by fetches.")
+        self._accepted = self._count("connections_accepted", "Data connections accepted.")
+        self.connections = Gauge("hypercache_connections", "Open data connections.", registry=self.registry)
+        self._lag = Histogram(
+            "hypercache_loop_lag_seconds",
+            "How much later than due the event loop ran a timer.",
+            buckets=_LAG_BUCKETS,
+            registry=self.registry,
+        )
+        self._recent_lag: deque[float] = deque(maxlen=LAG_WINDOW)
+        self._pulled = _Pulled(self)
+        self.registry.register(self._pulled)
+
+    def _count(self, name: str, text: str, *labels: str) -> Count:
+        return Count(self, name, text, labels)
+
+    def request(self, op: str, outcome: str) -> None:
+        """A request ended."""
+        self._requests.inc(op, outcome)
+
+    def refused(self, code: str) -> None:
+        """A request was answered with a typed refusal."""
+        self._refused.inc(code)
+
+    def protocol_error(self, kind: str) -> None:
+        """A connection is closed because of what the peer sent."""
+        self._protocol_errors.inc(kind)
+
+    def matched(self, *, asked: int, hit: int) -> None:
+        """A match was answered."""
+        self._looked_up("match", asked, hit)
+        self.request("match", "ok")
+
+    def fetch_started(self, *, asked: int, hit: int) -> None:
+        """A fetch found ``hit`` of ``asked`` blocks and will send them."""
+        self._looked_up("fetch", asked, hit)
+
+    def fetch_finished(self, outcome: str, nbytes: int) -> None:
+        """A fetch ended after ``nbytes`` bytes of K/V."""
+        self.request("fetch", outcome)
+        self._sent.inc(by=nbytes)
+
+    def store_finished(self, outcome: Mapping[str, int], nbytes: int) -> None:
+        """A store ended: blocks by what became of them ("stored", "corrupt", "exists", ...)."""
+        self.request("store", "ok")
+        self._received.inc(by=nbytes)
+        for how, blocks in outcome.items():
+            if how == "stored":
+                self._stored.inc(by=blocks)
+            else:
+                self._skipped.inc(how, by=blocks)
+            if how == "corrupt":
+                self._checksum_failures.inc(by=blocks)
+
+    def connection_opened(self) -> None:
+        self._accepted.inc()
+        self.connections.inc()
+
+    def connection_closed(self) -> None:
+        self.connections.dec()
+
+    def _looked_up(self, op: str, asked: int, hit: int) -> None:
+        """Nothing but the error is counted unless ``0 <= hit <= asked``: the parts must add up."""
+        if not 0 <= hit <= asked:
+            self.failed(ValueError(f"a {op} of {asked} blocks cannot hit {hit}"))
+            return
+        self._asked.inc(op, by=asked)
+        self._hit.inc(op, by=hit)
+        self._missed.inc(op, by=asked - hit)
+
+    def watch_store(self, stats: Callable[[], Mapping[str, Any]], *, totals: Iterable[str] = ()) -> None:
+        """Export the numbers of ``stats()`` as ``hypercache_store_NAME``.
+
+        They are read at each scrape. Names in ``totals`` only grow and become counters.
+        """
+        self._pulled.totals = frozenset(totals)
+        self._pulled.source = stats
+
+    def failed(self, error: Exception) -> None:
+        """Count an error in counting; the first is logged, so that a broken call site can be found."""
+        self._errors.inc()
+        if self._first_error:
+            self._first_error = False
+            log.error("metrics_error", error=str(error), exc_info=error)
+
+    def observe_lag(self, seconds: float) -> None:
+        self._lag.observe(seconds)
+        self._recent_lag.append(seconds)
+
+    async def sample_lag(self) -> None:
+        """Measure the event loop's lag until cancelled: a timer is due every 50 ms, how late does it run?"""
+        loop = asyncio.get_running_loop()
+        while True:
+            due = loop.time() + LAG_INTERVAL_S
+            await asyncio.sleep(LAG_INTERVAL_S)
+            self.observe_lag(max(0.0, loop.time() - due))
+
+    def lag(self) -> dict[str, float | int | None]:
+        """Percentiles (nearest rank) and maximum of the last minute's lag in seconds; None: no sample."""
+        ordered = sorted(self._recent_lag)
+
+        def rank(share: float) -> float | None:
+            return ordered[math.ceil(share * len(ordered)) - 1] if ordered else None
+
+        return {"samples": len(ordered), "p50_s": rank(0.5), "p99_s": rank(0.99), "max_s": rank(1.0)}
+
+    def snapshot(self) -> dict[str, float]:
+        """Our own counters and gauges as /metrics has them: ``{'name{label="value"}': number}``."""
+        return dict(self._samples())
+
+    def _samples(self) -> Iterator[tuple[str, float]]:
+        for family in self.registry.collect():
+            if family.type in ("counter", "gauge") and family.name.startswith("hypercache_"):
+                for sample in family.samples:
+                    if not sample.name.endswith("_created"):
+                        labels = ",".join(f'{key}="{value}"' for key, value in sample.labels.items())
+                        yield sample.name + (f"{{{labels}}}" if labels else ""), sample.value

@@ -1,0 +1,313 @@
+"""Settings: precedence, origins, and a clear refusal for everything that is not right (class P)."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+from pathlib import Path
+
+import pytest
+
+from hypercache.errors import ConfigError
+from hypercache.server.config import FIELDS, OTHER_VARIABLES, ServerConfig, flag_of, kind_of, load
+from hypercache.server.settings import host_port, is_loopback, parse_bytes, show_bytes
+from hypercache.store.limits import memory_limit
+
+MIB = 1 << 20
+
+
+def write(path: Path, text: str) -> Path:
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def test_defaults_are_valid_and_local() -> None:
+    effective = load({}, {})
+    assert set(effective.origin) == set(FIELDS)
+    assert set(effective.origin.values()) == {"default"}
+    assert effective.config == ServerConfig()
+    assert effective.config.listen == ("tcp://127.0.0.1:7440",)
+    assert effective.config.memory == int(memory_limit() * 0.25)
+
+
+def test_flag_beats_environment_beats_file_beats_default(tmp_path: Path) -> None:
+    file = write(tmp_path / "hc.toml", "# ours\ndrain_s = 1\nlease_limit_s = 2\n\nstore_stall_s = 3\n")
+    environ = {"HYPERCACHE_LEASE_LIMIT_S": "20", "HYPERCACHE_STORE_STALL_S": "30", "PATH": "/bin"}
+    effective = load({"store_stall_s": "300"}, environ, file)
+    config, origin = effective.config, effective.origin
+    assert (config.drain_s, origin["drain_s"]) == (1.0, f"file {file}:2")
+    assert (config.lease_limit_s, origin["lease_limit_s"]) == (20.0, "env HYPERCACHE_LEASE_LIMIT_S")
+    assert (config.store_stall_s, origin["store_stall_s"]) == (300.0, "flag --store-stall-s")
+    assert (config.stall_timeout_s, origin["stall_timeout_s"]) == (30.0, "default")
+    assert effective.rows()[list(FIELDS).index("drain_s")] == ("drain_s", "1 s", f"file {file}:2")
+    assert effective.as_dict()["drain_s"] == {"value": 1.0, "origin": f"file {file}:2"}
+
+
+def test_same_value_from_file_environment_and_flag(tmp_path: Path) -> None:
+    """Text is read as TOML would read it, for every kind of setting."""
+    toml = {
+        "listen": '["tcp://127.0.0.1:0", "tcp://[::1]:0"]',
+        "admin": '"[::1]:0"',
+        "memory": '"64MiB"',
+        "drain_s": "0.5",
+        "max_connections": "7",
+        "log_level": '"error"',
+        "allow_unauthenticated_network": "true",
+    }
+    text = {key: value.strip('"') for key, value in toml.items()}
+    text["listen"] = "tcp://127.0.0.1:0,tcp://[::1]:0"
+    file = write(tmp_path / "hc.toml", "\n".join(f"{key} = {value}" for key, value in toml.items()))
+    from_file = load({}, {}, file).config
+    assert from_file == load({}, {f"HYPERCACHE_{key.upper()}": value for key, value in text.items()}).config
+    assert from_file == load(text, {}).config
+    assert from_file.listen == ("tcp://127.0.0.1:0", "tcp://[::1]:0")
+    assert from_file.memory == 64 * MIB
+
+
+def test_empty_admin_switches_it_off() -> None:
+    effective = load({}, {"HYPERCACHE_ADMIN": ""})
+    assert effective.config.admin == ""
+    assert ("admin", "off", "env HYPERCACHE_ADMIN") in effective.rows()
+
+
+def test_environment_names_the_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "hc.toml", "max_connections = 5")
+    assert load({}, {"HYPERCACHE_CONFIG": str(file)}).config.max_connections == 5
+    other = write(tmp_path / "other.toml", "max_connections = 6")
+    assert load({}, {"HYPERCACHE_CONFIG": str(file)}, other).config.max_connections == 6
+
+
+# --- P01: a file that was asked for is used, or the reason is named
+
+
+def test_p01_missing_file_is_an_error(tmp_path: Path) -> None:
+    missing = tmp_path / "none.toml"
+    with pytest.raises(ConfigError, match=rf"--config: .*{re.escape(str(missing))}.*No such file"):
+        load({}, {}, missing)
+    with pytest.raises(ConfigError, match=r"HYPERCACHE_CONFIG: .*No such file"):
+        load({}, {"HYPERCACHE_CONFIG": str(missing)})
+
+
+def test_p01_directory_is_an_error(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read: Is a directory"):
+        load({}, {}, tmp_path)
+
+
+def test_p01_unreadable_file_is_an_error() -> None:
+    """Also for root, whom permissions do not stop: the kernel refuses to read this one."""
+    with pytest.raises(ConfigError, match="cannot be read: Input/output error"):
+        load({}, {}, "/proc/self/mem")
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b"drain_s = 1\nlisten = [\n", 2),
+        (b'drain_s = 1\n\nmemory "4GiB"\n', 3),
+        (b"drain_s = 1\ndrain_s = 2\n", 2),
+        (b"drain_s = 1\nlog_level = info\n", 2),
+        (b"# caf\xe9\n", 1),
+        (b"a = 1\nb = \xff\n", 2),
+    ],
+)
+def test_p01_wrong_syntax_names_the_line(tmp_path: Path, content: bytes, line: int) -> None:
+    file = tmp_path / "hc.toml"
+    file.write_bytes(content)
+    with pytest.raises(ConfigError, match=rf"hc\.toml:{line}: .*TOML"):
+        load({}, {}, file)
+
+
+# --- P02: unknown names are errors, with the nearest known one
+
+
+def test_p02_unknown_key_in_file(tmp_path: Path) -> None:
+    file = write(tmp_path / "hc.toml", "drain_s = 1\nmemroy = '1GiB'\n")
+    with pytest.raises(ConfigError, match=r"hc\.toml:2: unknown key 'memroy'; did you mean 'memory'\?"):
+        load({}, {}, file)
+    with pytest.raises(ConfigError, match=r"hc\.toml:1: unknown key 'server'; settings stand at the top"):
+        load({}, {}, write(file, "[server]\nmemory = '1GiB'\n"))
+    with pytest.raises(ConfigError, match=r"unknown key 'pd_backends'; known: listen, admin, memory"):
+        load({}, {}, write(file, "pd_backends = 1\n"))
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("HYPERCACHE_MEMROY", "HYPERCACHE_MEMORY"),
+        ("HYPERCACHE_LISTEN_", "HYPERCACHE_LISTEN"),
+        ("HYPERCACHE_memory", "HYPERCACHE_MEMORY"),
+        ("HYPERCACHE_CONFIGS", "HYPERCACHE_CONFIG"),
+    ],
+)
+def test_p02_unknown_environment_variable(name: str, hint: str) -> None:
+    with pytest.raises(ConfigError, match=rf"unknown environment variable {name}; did you mean '{hint}'\?"):
+        load({}, {name: "1"})
+
+
+def test_p02_variables_of_other_parts_are_known() -> None:
+    environ = {name: "x" for name in OTHER_VARIABLES if name != "HYPERCACHE_CONFIG"}
+    assert load({}, environ).config == ServerConfig()
+
+
+def test_p02_unknown_flag() -> None:
+    with pytest.raises(ConfigError, match=r"unknown flag --drain; did you mean '--drain-s'\?"):
+        load({"drain": "1"}, {})
+
+
+# --- P03: every setting is checked; the message names key, value, origin and allowed range
+
+WRONG = {
+    "listen": [
+        *["", "127.0.0.1:7440", "tcp://127.0.0.1", "tcp://127.0.0.1:70000", "tcp://127.0.0.1:-1"],
+        *["tcp://127.0.0.1:x", "tcp://::1:7440", "tcp://:7440", "udp://127.0.0.1:7440"],
+        *["tcp://127.0.0.1:7440,tcp://127.0.0.1:7440", "tcp://127.0.0.1:7440,"],
+    ],
+    "admin": [
+        "127.0.0.1",
+        "127.0.0.1:70000",
+        ":7441",
+        "::1:7441",
+        "http://127.0.0.1:7441",
+        "127.0.0.1:７441",
+    ],
+    "memory": [
+        "0",
+        "5",
+        "-1",
+        "5GB",
+        "4G",
+        "4gib",
+        "nan",
+        "0%",
+        "101%",
+        "-5%",
+        "1e9",
+        "",
+        "16.5",
+        "9" * 15 + "TiB",
+    ],
+    "drain_s": ["-1", "nan", "inf", "3601", "10s", ""],
+    "lease_limit_s": ["0", "-1", "nan", "1e9", "x"],
+    "store_stall_s": ["0", "-0.5", "NaN"],
+    "stall_timeout_s": ["0", "-1", "-inf"],
+    "max_connections": ["0", "-1", "16.5", "nan", "65536", "1e3", "many", ""],
+    "max_frame_payload": ["0", "-1", "5", "2GiB", "5MB", "nan"],
+    "log_level": ["", "verbose", "INFO", "inf"],
+    "log_format": ["", "xml", "JSON"],
+    "allow_unauthenticated_network": ["", "1", "yes", "nan"],
+}
+
+
+def test_p03_table_covers_every_setting() -> None:
+    assert set(WRONG) == set(FIELDS)
+
+
+@pytest.mark.parametrize(("key", "text"), [(key, text) for key, texts in WRONG.items() for text in texts])
+def test_p03_wrong_text_is_refused(key: str, text: str) -> None:
+    for origin, flags, environ in (
+        (f"flag {flag_of(key)}", {key: text}, {}),
+        (f"env HYPERCACHE_{key.upper()}", {}, {f"HYPERCACHE_{key.upper()}": text}),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            load(flags, environ)
+        message = str(caught.value)
+        assert message.startswith(f"{key} = ")
+        assert f"({origin})" in message
+        assert kind_of(key).allowed in message
+
+
+WRONG_TOML = [
+    ("listen", '"tcp://127.0.0.1:7440"'),
+    ("listen", "[]"),
+    ("listen", "[7440]"),
+    ("admin", "7441"),
+    ("admin", "false"),
+    ("memory", "true"),
+    ("memory", "4.5"),
+    ("memory", "nan"),
+    ("memory", "[1]"),
+    ("memory", '"5 GB"'),
+    ("memory", "5"),
+    ("drain_s", '"10"'),
+    ("drain_s", "true"),
+    ("drain_s", "nan"),
+    ("drain_s", "2026-01-01"),
+    ("max_connections", "1.0"),
+    ("max_connections", '"10"'),
+    ("max_connections", "true"),
+    ("log_level", "1"),
+    ("log_level", '["info"]'),
+    ("allow_unauthenticated_network", "1"),
+    ("allow_unauthenticated_network", '"true"'),
+    ("drain_s", "{ a = 1 }"),
+]
+
+
+@pytest.mark.parametrize(("key", "value"), WRONG_TOML)
+def test_p03_wrong_type_in_file_is_refused_with_its_line(tmp_path: Path, key: str, value: str) -> None:
+    file = write(tmp_path / "hc.toml", f"# a comment that names {key} = x\n\n{key} = {value}\n")
+    with pytest.raises(ConfigError) as caught:
+        load({}, {}, file)
+    message = str(caught.value)
+    assert message.startswith(f"{key} = ")
+    assert f"(file {file}:3)" in message
+    assert kind_of(key).allowed in message
+
+
+def test_p03_more_memory_than_the_machine_has() -> None:
+    limit = memory_limit()
+    with pytest.raises(ConfigError, match=r"memory = .* is more than this process may use"):
+        load({"memory": str(limit + 1)}, {})
+    assert load({"memory": str(limit)}, {}).config.memory == limit
+    assert load({"memory": "50%"}, {}).config.memory == int(limit * 0.5)
+
+
+def test_p03_a_config_made_in_code_is_checked_too() -> None:
+    with pytest.raises(ConfigError, match=r"^drain_s = -1 is out of range; allowed: 0 to 3600 seconds$"):
+        ServerConfig(drain_s=-1)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        ServerConfig().drain_s = 1  # type: ignore[misc]
+
+
+def test_port_0_is_allowed_more_than_once() -> None:
+    uris = ("tcp://127.0.0.1:0", "tcp://127.0.0.1:0")
+    assert ServerConfig(listen=uris, admin="127.0.0.1:0").listen == uris
+
+
+# --- nobody opens the cache to a network by accident
+
+
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.7", "cache.example", "[2001:db8::1]"])
+def test_reachable_addresses_need_the_frightening_setting(host: str) -> None:
+    for flags in ({"listen": f"tcp://127.0.0.1:0,tcp://{host}:7440"}, {"admin": f"{host}:7441"}):
+        with pytest.raises(ConfigError, match="allow_unauthenticated_network = true") as caught:
+            load(flags, {})
+        assert host in str(caught.value)
+        assert next(iter(flags)) in str(caught.value)
+        assert load({**flags, "allow_unauthenticated_network": "true"}, {}).config
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "[::1]", "localhost"])
+def test_loopback_addresses_do_not(host: str) -> None:
+    assert load({"listen": f"tcp://{host}:0", "admin": f"{host}:0"}, {}).config
+
+
+def test_host_and_port() -> None:
+    assert host_port("127.0.0.1:80") == ("127.0.0.1", 80)
+    assert host_port("[fe80::1%lo]:0") == ("fe80::1%lo", 0)
+    assert not is_loopback("fe80::1%lo")
+    assert not is_loopback("localhost.example")
+
+
+@pytest.mark.parametrize(
+    ("text", "nbytes"),
+    [("4GiB", 4 << 30), ("512 MiB", 512 << 20), ("1.5KiB", 1536), ("7B", 7), (7, 7), ("2TiB", 2 << 40)],
+)
+def test_sizes(text: object, nbytes: int) -> None:
+    assert parse_bytes(text) == nbytes
+
+
+def test_sizes_are_shown_exactly() -> None:
+    assert show_bytes(4 << 30) == "4 GiB (4294967296)"
+    assert show_bytes(1536) == "1.5 KiB (1536)"
+    assert show_bytes(0) == "0 B (0)"
