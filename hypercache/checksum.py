@@ -1,4 +1,4 @@
-"""End-to-end checksums of layer chunks: CRC-32C (RFC 3720), made at ``store``, checked by whoever uses the bytes."""
+"""End-to-end checksums of layer chunks: CRC-32C (RFC 3720), made at ``store``, checked by the user."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ class ErrorCode(enum.StrEnum):
     INTERNAL = "internal"
 
 
-class Message(msgspec.Struct, array_like=True, frozen=True, gc=False):
+class Message(msgspec.Struct, array_like=True, gc=False):
     """Base of all bodies."""
 
 
@@ -138,7 +138,7 @@ class Matched(Message):
 
 
 class Fetch(Message):
-    """``layers``: first and stop. ``deadline_ms`` counts from arrival. ``frame_bytes``: preferred payload size."""
+    """``layers``: first and stop. ``deadline_ms`` from arrival. ``frame_bytes``: preferred payload size."""
 
     handle: int
     digests: bytes
@@ -185,7 +185,7 @@ class Put(Message):
 
 
 class Stored(Message):
-    """How many blocks ended how: "stored", "exists", "pending", "orphan", "full", "too_large", "corrupt", "aborted"."""
+    """How many blocks ended how: stored, exists, pending, orphan, full, too_large, corrupt, aborted."""
 
     outcome: dict[str, int]
 

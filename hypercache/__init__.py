@@ -1,0 +1,75 @@
+"""HyperCache: an external KV cache for LLM inference.
+
+    import hypercache
+    client = await hypercache.connect("tcp://127.0.0.1:7440", model=spec)
+
+The names below are loaded on first use, so that ``import hypercache`` costs next to nothing.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from hypercache.client import (
+        ChunkBuffers,
+        Client,
+        FetchResult,
+        Match,
+        Prompt,
+        StoreResult,
+        SyncClient,
+        connect,
+        connect_sync,
+    )
+    from hypercache.errors import HyperCacheError
+    from hypercache.keys import MediaSpan, TenantKey
+    from hypercache.kv import KVBuffers
+    from hypercache.model import ModelSpec
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "hypercache.client": (
+        "ChunkBuffers",
+        "Client",
+        "FetchResult",
+        "Match",
+        "Prompt",
+        "StoreResult",
+        "SyncClient",
+        "connect",
+        "connect_sync",
+    ),
+    "hypercache.errors": ("HyperCacheError",),
+    "hypercache.keys": ("MediaSpan", "TenantKey"),
+    "hypercache.kv": ("KVBuffers",),
+    "hypercache.model": ("ModelSpec",),
+}
+_HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'hypercache' has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOME_OF[name]), name)
+
+
+__all__ = [
+    "ChunkBuffers",
+    "Client",
+    "FetchResult",
+    "HyperCacheError",
+    "KVBuffers",
+    "Match",
+    "MediaSpan",
+    "ModelSpec",
+    "Prompt",
+    "StoreResult",
+    "SyncClient",
+    "TenantKey",
+    "__version__",
+    "connect",
+    "connect_sync",
+]

@@ -1,0 +1,20 @@
+"""The client: what an engine embeds."""
+
+from hypercache.client.buffers import ChunkBuffers
+from hypercache.client.client import Client, Saving, Transfer, connect
+from hypercache.client.results import FetchResult, Match, Prompt, StoreResult
+from hypercache.client.sync import SyncClient, connect_sync
+
+__all__ = [
+    "ChunkBuffers",
+    "Client",
+    "FetchResult",
+    "Match",
+    "Prompt",
+    "Saving",
+    "StoreResult",
+    "SyncClient",
+    "Transfer",
+    "connect",
+    "connect_sync",
+]

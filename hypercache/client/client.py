@@ -1,0 +1,536 @@
+"""The asynchronous client: match, fetch, store, contains, evict, clear.
+
+One client serves one namespace (model, adapter, codec, block size, tenant, salt) on one server. Every
+call ends before its deadline with a value: a dead, frozen or empty server is a miss with a reason. What
+raises is misuse (wrong shapes, wrong tokens) and, at :func:`connect`, a server that can never fit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from hypercache import codecs, protocol
+from hypercache.client.buffers import ChunkBuffers, ChunkPort, CodecPort, Staging, staging_for
+from hypercache.client.link import AGENT, Link
+from hypercache.client.operations import FetchOperation, StoreOperation
+from hypercache.client.results import FetchResult, Match, Prompt, StoreResult
+from hypercache.errors import ConfigError, HyperCacheError, SpecError, Unavailable
+from hypercache.keys import HASH_VERSION, MediaSpan, Namespace, TenantKey, canonical_tokens, causal_digests
+from hypercache.kv import KVBuffers
+from hypercache.model import ModelSpec
+
+DEFAULT_URI = "tcp://127.0.0.1:7440"
+DEFAULT_CODEC = "int8"
+DEADLINE_S = 5.0
+FRAME_BYTES = 1 << 20
+STAGING = 4  # frames being encoded, sent or decoded at once
+
+Tokens = Any  # any integer sequence or array that keys.canonical_tokens takes
+Buffers = KVBuffers | ChunkBuffers
+
+
+def tenant_from_environment(environ: os._Environ[str] | dict[str, str] = os.environ) -> TenantKey:
+    """HYPERCACHE_TENANT and HYPERCACHE_SECRET_FILE; the public tenant when neither is set."""
+    name, path = environ.get("HYPERCACHE_TENANT"), environ.get("HYPERCACHE_SECRET_FILE")
+    if not name and not path:
+        return TenantKey.public()
+    if not name or not path:
+        missing = "HYPERCACHE_TENANT" if not name else "HYPERCACHE_SECRET_FILE"
+        raise ConfigError(f"{missing} is not set: a tenant needs both a name and a file with its secret")
+    try:
+        secret = Path(path).read_bytes().strip()
+    except OSError as error:
+        raise ConfigError(f"HYPERCACHE_SECRET_FILE={path!r} cannot be read: {error.strerror}") from error
+    return TenantKey.from_secret(secret, name)
+
+
+async def connect(
+    uri: str | None = None,
+    *,
+    model: ModelSpec,
+    codec: str = DEFAULT_CODEC,
+    block_size: int = 16,
+    tenant: TenantKey | None = None,
+    salt: str | None = None,
+    deadline: float = DEADLINE_S,
+) -> Client:
+    """Connect an engine to a cache.
+
+    uri: ``tcp://host:port``; default HYPERCACHE_URI, else tcp://127.0.0.1:7440.
+    codec: how K/V travel and are kept ("raw" is lossless; see docs/codecs.md for the error of the others).
+    block_size: tokens per block, 16 or 64.
+    tenant: default from HYPERCACHE_TENANT and HYPERCACHE_SECRET_FILE, else the public tenant.
+    salt: separates what must not be shared although model and tokens are equal.
+    deadline: seconds that a call may take unless it says otherwise.
+
+    A server that cannot be reached is not an error: calls miss (``client.state`` and each result's reason
+    say so) until it can. Raises SpecError or ConfigError for arguments that make no sense, and Refused or
+    ProtocolError when the server answers and can never serve this client (versions, geometry).
+    """
+    client = Client(
+        uri or os.environ.get("HYPERCACHE_URI") or DEFAULT_URI,
+        model=model,
+        codec=codec,
+        block_size=block_size,
+        tenant=tenant or tenant_from_environment(),
+        salt=salt,
+        deadline=deadline,
+    )
+    await client._start()
+    return client
+
+
+class Transfer:
+    """A fetch that runs: wait for one layer, or for the end. Made by :meth:`Client.start_fetch`."""
+
+    def __init__(self, start: int, layers: range) -> None:
+        self._start = start
+        self._layers = layers
+        self._operation: FetchOperation | None = None
+        self._result: FetchResult | None = None
+        self._waiters: list[tuple[int, asyncio.Future[bool]]] = []
+        self._stop: Callable[[], None] = _nothing
+        self.on_layer: Callable[[int], None] | None = None
+
+    async def layer(self, index: int) -> bool:
+        """True when layer ``index`` is in place for all blocks still good, False when it never will be.
+
+        What is in place may be fewer tokens than asked for: only the result says how many may be used.
+        """
+        if index not in self._layers:
+            raise SpecError(
+                f"layer {index} is not among the layers {self._layers.start}..{self._layers.stop - 1}"
+            )
+        if self._operation is not None and self._operation.layers_done > index and not self._failed:
+            return True
+        if self._result is not None:
+            return self._result.hit_tokens > self._start
+        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        self._waiters.append((index, future))
+        return await future
+
+    def __await__(self) -> Generator[Any, None, FetchResult]:
+        return self.result().__await__()
+
+    async def result(self) -> FetchResult:
+        """The outcome. Cancelling this wait cancels the fetch."""
+        try:
+            while self._result is None:
+                future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+                self._waiters.append((self._layers.stop, future))
+                await future
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return self._result
+
+    def cancel(self) -> None:
+        """Stop; nothing is written to the buffers after this returns. Harmless when it has ended."""
+        self._stop()
+
+    @property
+    def _failed(self) -> bool:
+        return self._result is not None and self._result.hit_tokens <= self._start
+
+    def _layer_done(self, index: int) -> None:
+        if self.on_layer is not None:
+            self.on_layer(index)
+        still = []
+        for layer, future in self._waiters:
+            if layer <= index and not future.done():
+                future.set_result(True)
+            else:
+                still.append((layer, future))
+        self._waiters = still
+
+    def _finish(self, result: FetchResult) -> None:
+        self._result = result
+        self._stop = _nothing
+        waiters, self._waiters = self._waiters, []
+        for _, future in waiters:
+            if not future.done():
+                future.set_result(not self._failed)
+
+
+class Saving:
+    """A store that runs, layer by layer as the engine computes. Made by :meth:`Client.start_store`."""
+
+    def __init__(self) -> None:
+        self._result: StoreResult | None = None
+        self._operation: StoreOperation | None = None
+        self._waiters: list[asyncio.Future[None]] = []
+        self._stop: Callable[[str], None] = _ignore
+
+    def layer_ready(self, index: int) -> None:
+        """Layers up to and with ``index`` stand in the buffers and change no more until the store ends."""
+        if self._operation is not None:
+            self._operation.layer_ready(index)
+
+    def __await__(self) -> Generator[Any, None, StoreResult]:
+        return self.result().__await__()
+
+    async def result(self) -> StoreResult:
+        try:
+            while self._result is None:
+                future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+                self._waiters.append(future)
+                await future
+        except asyncio.CancelledError:
+            self.cancel()
+            raise
+        return self._result
+
+    def cancel(self) -> None:
+        """Give up; nothing of it becomes visible, the buffers are not read after this returns."""
+        self._stop("cancelled")
+
+    def _finish(self, result: StoreResult) -> None:
+        self._result = result
+        self._stop = _ignore
+        waiters, self._waiters = self._waiters, []
+        for future in waiters:
+            if not future.done():
+                future.set_result(None)
+
+
+class Client:
+    """See :func:`connect`. Belongs to the event loop and the process that made it."""
+
+    def __init__(
+        self,
+        uri: str,
+        *,
+        model: ModelSpec,
+        codec: str,
+        block_size: int,
+        tenant: TenantKey,
+        salt: str | None,
+        deadline: float,
+    ) -> None:
+        if not 0 < deadline <= 3600:
+            raise ConfigError(f"deadline={deadline!r} must be more than 0 and at most 3600 seconds")
+        self.model = model
+        self.codec = codecs.get(codec)
+        self.block_size = block_size
+        self.deadline = deadline
+        self.namespace = Namespace.build(model, block_size=block_size, codec=codec, tenant=tenant, salt=salt)
+        self._tenant = tenant
+        self._pid = os.getpid()
+        self.chunk_nbytes = tuple(
+            self.codec.chunk_nbytes(model.layout(layer), block_size) for layer in range(model.num_layers)
+        )
+        for group in model.groups:
+            if not self.codec.supports(group.layout.dtype):
+                raise SpecError(f"codec {codec!r} does not take {group.layout.dtype.value} K/V; use 'raw'")
+        self._staging: Staging = staging_for(self.codec, model, block_size, FRAME_BYTES, STAGING)
+        label = f"{model.name or 'model'} {codec} block={block_size} weights={model.weights.hex()[:8]}"
+        if model.adapter is not None:
+            label += f" adapter={model.adapter.name}"
+        self._link = Link(
+            uri,
+            protocol.Hello(
+                protocol.VERSION,
+                protocol.VERSION,
+                AGENT,
+                HASH_VERSION,
+                (protocol.CHECKSUM,),
+                tenant.name,
+                tenant.tenant_id,
+            ),
+            protocol.Open(
+                self.namespace.digest, block_size, codec, self.chunk_nbytes, label[: protocol.MAX_LABEL]
+            ),
+        )
+
+    async def _start(self) -> None:
+        await self._link.start(self.deadline)
+        error = self._link.permanent_error
+        if error is not None:
+            await self.close()
+            raise error
+
+    @property
+    def state(self) -> str:
+        """ "connecting", "ready", "down" or "closed"."""
+        return self._link.state
+
+    async def close(self) -> None:
+        """End what runs (as misses) and close. Calling it twice is harmless."""
+        await self._link.close()
+
+    async def __aenter__(self) -> Client:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    def __repr__(self) -> str:
+        return f"<Client {self.state} {self._link.uri} {self.codec.name} block={self.block_size}>"
+
+    # --- calls
+
+    def prompt(self, tokens: Tokens, *, media: Sequence[MediaSpan] = ()) -> Prompt:
+        """Hash a prompt, without asking the server. ``media``: images and the like, by content."""
+        ids = canonical_tokens(tokens)
+        digests = causal_digests(self.namespace, self._tenant, ids, media=media)
+        return Prompt(len(ids), self.block_size, tuple(digests))
+
+    async def match(self, prompt: Tokens | Prompt, *, deadline: float | None = None) -> Match:
+        """Longest usable prefix: a hint, it takes no lease."""
+        self._check_process()
+        hashed = self._hashed(prompt)
+        usable = min(hashed.usable_blocks, protocol.MAX_BLOCKS)
+        if usable == 0:
+            return Match(hashed, 0, "below block size" if hashed.tokens else "no tokens")
+        question = protocol.Match(self._link.handle, protocol.join_digests(hashed.digests[:usable]))
+        answer = await self._ask(question, deadline)
+        if not isinstance(answer, protocol.Matched):
+            return Match(hashed, 0, answer if isinstance(answer, str) else _refusal(answer))
+        hit = max(0, min(answer.blocks, usable))
+        return Match(hashed, hit, "" if hit == usable else self._why_not(hit))
+
+    def start_fetch(
+        self,
+        prompt: Tokens | Prompt | Match,
+        into: Buffers,
+        *,
+        start: int = 0,
+        layers: range | None = None,
+        on_layer: Callable[[int], None] | None = None,
+        deadline: float | None = None,
+    ) -> Transfer:
+        """Begin to fetch the longest usable prefix into caller memory, layer after layer.
+
+        into: KVBuffers that hold at least the tokens wanted (they are decoded), or ChunkBuffers whose row 0
+            is the first block fetched (bytes as they travel).
+        start: tokens the engine holds already; nothing before it is written.
+        layers: contiguous range of layers, default all.
+        on_layer: called on the loop's thread with each layer that is in place.
+        Raises SpecError when the buffers do not fit the model.
+        """
+        self._check_process()
+        hashed = self._hashed(prompt)
+        wanted = range(self.model.num_layers) if layers is None else layers
+        if wanted.step != 1 or not 0 <= wanted.start < wanted.stop <= self.model.num_layers:
+            raise SpecError(f"layers {wanted} must be a contiguous part of 0..{self.model.num_layers - 1}")
+        if start < 0:
+            raise SpecError(f"start={start} must not be negative")
+        transfer = Transfer(start, wanted)
+        transfer.on_layer = on_layer
+        first = start // self.block_size
+        port = self._port(into, start)
+        usable = prompt.hit_blocks if isinstance(prompt, Match) else hashed.usable_blocks
+        asked = min(usable - first, port.blocks, protocol.MAX_BLOCKS)
+        if asked <= 0:
+            why = prompt.reason if isinstance(prompt, Match) else "no full block to fetch"
+            transfer._finish(FetchResult(start, 0, 0, why or "nothing beyond start"))
+            return transfer
+        budget = self._budget(deadline)
+
+        def ended() -> None:
+            timer.cancel()
+            hit = (first + operation.good) * self.block_size if operation.good else 0
+            reason = operation.reason
+            transfer._finish(FetchResult(start, hit if hit > start else 0, operation.wire_bytes, reason))
+
+        operation = FetchOperation(port, self.chunk_nbytes, asked, wanted, transfer._layer_done, ended)
+        transfer._operation = operation
+        timer = asyncio.get_running_loop().call_later(budget, lambda: self._give_up(operation, "deadline"))
+        transfer._stop = lambda: self._give_up(operation, "cancelled")
+        message = protocol.Fetch(
+            self._link.handle,
+            protocol.join_digests(hashed.digests[first : first + asked]),
+            (wanted.start, wanted.stop),
+            max(1, int(budget * 1000)),
+            FRAME_BYTES,
+        )
+        if self._link.begin(message, operation) is None:
+            operation.end(self._link.reason)
+        return transfer
+
+    async def fetch(
+        self,
+        prompt: Tokens | Prompt | Match,
+        into: Buffers,
+        *,
+        start: int = 0,
+        layers: range | None = None,
+        on_layer: Callable[[int], None] | None = None,
+        deadline: float | None = None,
+    ) -> FetchResult:
+        """:meth:`start_fetch`, waited for."""
+        return await self.start_fetch(
+            prompt, into, start=start, layers=layers, on_layer=on_layer, deadline=deadline
+        )
+
+    def start_store(
+        self,
+        prompt: Tokens | Prompt | Match,
+        kv: Buffers,
+        *,
+        start: int = 0,
+        ready_layers: int | None = None,
+        deadline: float | None = None,
+    ) -> Saving:
+        """Begin to store the full blocks of a prompt; nothing is visible before all layers of a block are.
+
+        kv: KVBuffers with the prompt's K/V (position 0 is token 0), or ChunkBuffers whose row 0 is the first
+            block stored. It must not change before the store ends.
+        start: tokens that are known to be stored (``match.hit_tokens``); a multiple of the block size.
+        ready_layers: layers that stand in ``kv`` already, default all; see :meth:`Saving.layer_ready`.
+        """
+        self._check_process()
+        hashed = self._hashed(prompt)
+        if start < 0 or start % self.block_size:
+            raise SpecError(f"start={start} must be a multiple of the block size {self.block_size}")
+        first = start // self.block_size
+        port = self._port(kv, start)
+        saving = Saving()
+        offered = min(len(hashed.digests) - first, port.blocks, protocol.MAX_BLOCKS)
+        if offered <= 0:
+            saving._finish(StoreResult(0, {}, 0, "no full block to store"))
+            return saving
+        budget = self._budget(deadline)
+
+        def ended() -> None:
+            timer.cancel()
+            outcome = operation.outcome or {"aborted": offered}
+            saving._finish(StoreResult(offered, outcome, operation.wire_bytes, operation.reason))
+
+        ready = self.model.num_layers if ready_layers is None else ready_layers
+        operation = StoreOperation(port, self.chunk_nbytes, offered, ready, FRAME_BYTES, ended)
+        saving._operation = operation
+        saving._stop = lambda why: self._give_up(operation, why)
+        timer = asyncio.get_running_loop().call_later(budget, lambda: self._give_up(operation, "deadline"))
+        message = protocol.Store(
+            self._link.handle,
+            hashed.digests[first - 1] if first else None,
+            protocol.join_digests(hashed.digests[first : first + offered]),
+            max(1, int(budget * 1000)),
+        )
+        request_id = self._link.begin(message, operation)
+        if request_id is None or self._link.channel is None:
+            operation.end(self._link.reason)
+        else:
+            operation.begin(self._link.channel, request_id)
+        return saving
+
+    async def store(
+        self, prompt: Tokens | Prompt | Match, kv: Buffers, *, start: int = 0, deadline: float | None = None
+    ) -> StoreResult:
+        """:meth:`start_store`, waited for."""
+        return await self.start_store(prompt, kv, start=start, deadline=deadline)
+
+    async def contains(self, prompt: Tokens | Prompt | Match, *, deadline: float | None = None) -> list[bool]:
+        """For each full block, whether it is stored; all False when no server answers. Renews nothing."""
+        self._check_process()
+        hashed = self._hashed(prompt)
+        if not hashed.digests:
+            return []
+        question = protocol.Contains(self._link.handle, protocol.join_digests(hashed.digests))
+        answer = await self._ask(question, deadline)
+        if not isinstance(answer, protocol.Contained) or len(answer.present) != len(hashed.digests):
+            return [False] * len(hashed.digests)
+        return [bool(byte) for byte in answer.present]
+
+    async def evict(self, prompt: Tokens | Prompt | Match, *, deadline: float | None = None) -> int:
+        """Remove the prompt's blocks and all that follow them; returns how many went. Raises Unavailable."""
+        self._check_process()
+        hashed = self._hashed(prompt)
+        if not hashed.digests:
+            return 0
+        question = protocol.Evict(self._link.handle, protocol.join_digests(hashed.digests))
+        return self._removed(await self._ask(question, deadline)).blocks
+
+    async def clear(self, *, deadline: float | None = None) -> int:
+        """Remove the whole namespace, stores under way included; returns the blocks gone. Raises Unavailable."""
+        self._check_process()
+        return self._removed(await self._ask(protocol.Clear(self._link.handle), deadline)).blocks
+
+    # --- helpers
+
+    def _port(self, buffers: Buffers, start: int) -> ChunkPort:
+        if isinstance(buffers, ChunkBuffers):
+            buffers.check(self.chunk_nbytes)
+            return buffers
+        if buffers.spec.fingerprint() != self.model.fingerprint():
+            raise SpecError(
+                f"the buffers belong to model {_who(buffers.spec)}, the client to {_who(self.model)}"
+            )
+        return CodecPort(self.codec, self.model, buffers, self.block_size, self._staging, start)
+
+    def _budget(self, deadline: float | None) -> float:
+        budget = self.deadline if deadline is None else deadline
+        if not 0 < budget <= 3600:
+            raise ConfigError(f"deadline={budget!r} must be more than 0 and at most 3600 seconds")
+        return budget
+
+    def _give_up(self, operation: FetchOperation | StoreOperation, reason: str) -> None:
+        if not operation.ended:
+            operation.end(reason)
+            self._link.forget(operation.request_id)
+
+    async def _ask(self, question: protocol.Message, deadline: float | None) -> protocol.Message | str:
+        budget = self._budget(deadline)
+        try:
+            async with asyncio.timeout(budget):
+                return await self._link.call(question)
+        except TimeoutError:
+            return f"deadline: no answer within {budget} s"
+
+    def _removed(self, answer: protocol.Message | str) -> protocol.Removed:
+        if isinstance(answer, protocol.Removed):
+            return answer
+        raise Unavailable(answer if isinstance(answer, str) else _refusal(answer))
+
+    def _hashed(self, prompt: Tokens | Prompt | Match) -> Prompt:
+        if isinstance(prompt, Match):
+            prompt = prompt.prompt
+        if not isinstance(prompt, Prompt):
+            return self.prompt(prompt)
+        if prompt.block_size != self.block_size:
+            raise SpecError(
+                f"the prompt was hashed in blocks of {prompt.block_size}, the client has {self.block_size}"
+            )
+        return prompt
+
+    def _why_not(self, hit: int) -> str:
+        opened = self._link.opened
+        if hit or opened is None:
+            return "not stored beyond this"
+        if opened.blocks == 0 and opened.others:
+            return f"not stored: this namespace was empty at connect; yours hold {', '.join(opened.others)}"
+        return "not stored"
+
+    def _check_process(self) -> None:
+        if os.getpid() != self._pid:
+            raise HyperCacheError(
+                "this client was made in another process and is not fork-safe; "
+                "call hypercache.connect in the child"
+            )
+
+
+def _who(spec: ModelSpec) -> str:
+    return f"{spec.name!r} (fingerprint {spec.fingerprint().hex()[:8]})"
+
+
+def _refusal(answer: protocol.Message) -> str:
+    return f"{answer.code}: {answer.message}" if isinstance(answer, protocol.Error) else "unexpected answer"
+
+
+def _nothing() -> None:
+    return None
+
+
+def _ignore(reason: str) -> None:
+    return None
+
+
+__all__ = ["Client", "Saving", "Transfer", "connect", "tenant_from_environment"]

@@ -1,0 +1,237 @@
+"""The line to one server: handshake, request table, and reconnecting by itself.
+
+States: ``connecting`` (first try), ``ready``, ``down`` (waiting for the next try), ``closed``. Calls never
+wait for a reconnect: while the link is not ready they are misses at once, with :attr:`Link.reason`.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import random
+from typing import TypeVar
+
+import structlog
+
+from fabrics import Channel, FabricError, Frame, Limits, Outgoing, Sink, fabric_for
+from hypercache import protocol
+from hypercache.client.operations import Call, Operation
+from hypercache.errors import HyperCacheError, ProtocolError, Refused, Unavailable
+from hypercache.protocol import ErrorCode
+
+M = TypeVar("M", bound=protocol.Message)
+
+AGENT = "hypercache-client/0.1.0"
+FIRST_PAUSE_S = 0.05
+LONGEST_PAUSE_S = 2.0
+CONNECT_S = 5.0
+#: Refusals that no retry mends: the two sides do not fit.
+PERMANENT = {
+    ErrorCode.VERSION,
+    ErrorCode.HASH_VERSION,
+    ErrorCode.CHECKSUM,
+    ErrorCode.CODEC,
+    ErrorCode.SPEC,
+    ErrorCode.TENANT,
+    ErrorCode.TOO_LARGE,
+}
+
+
+class Link:
+    """A :class:`fabrics.Handler` for the current channel. One event loop, one server, one namespace."""
+
+    def __init__(
+        self, uri: str, hello: protocol.Hello, opening: protocol.Open, limits: Limits | None = None
+    ) -> None:
+        self.uri = uri
+        self.state = "connecting"
+        self.reason = f"no connection to {uri} yet"
+        self.channel: Channel | None = None
+        self.handle = -1
+        self.opened: protocol.Opened | None = None
+        self.server: protocol.HelloOk | None = None
+        self.error: HyperCacheError | FabricError | None = None  # why the last try failed
+        self._hello = hello
+        self._opening = opening
+        self._fabric = fabric_for(uri, limits)
+        self._operations: dict[int, Operation] = {}
+        self._ids = itertools.count(1)
+        self._log = structlog.get_logger("hypercache.client").bind(uri=uri)
+        self._lost = asyncio.Event()
+        self._tried = asyncio.Event()  # the first try is over
+        self._task: asyncio.Task[None] | None = None
+
+    # --- life
+
+    async def start(self, patience: float) -> None:
+        """Begin to connect; returns when the first try is over or ``patience`` seconds have passed."""
+        self._task = asyncio.create_task(self._run(), name=f"hypercache link {self.uri}")
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(patience):
+                await self._tried.wait()
+
+    async def close(self) -> None:
+        self.state, self.reason = "closed", "the client is closed"
+        if self._task is not None:
+            self._task.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await self._task
+            self._task = None
+        channel, self.channel = self.channel, None
+        if channel is not None:
+            await channel.close()
+        self._end_all("the client is closed")
+
+    async def _run(self) -> None:
+        pause = FIRST_PAUSE_S
+        while True:
+            try:
+                await self._connect()
+                self._tried.set()
+                pause = FIRST_PAUSE_S
+                await self._lost.wait()
+            except (FabricError, HyperCacheError) as error:
+                self.error = error
+                self._down(f"{self.uri}: {error}")
+                self._log.info("server unreachable", reason=str(error), retry_s=round(pause, 2))
+                self._tried.set()
+            # Full jitter: a thousand clients of a server that comes back do not return in one wave.
+            await asyncio.sleep(random.uniform(FIRST_PAUSE_S / 2, pause))
+            pause = min(pause * 2, LONGEST_PAUSE_S)
+
+    async def _connect(self) -> None:
+        self._lost.clear()
+        channel = await self._fabric.connect(self.uri, self, timeout=CONNECT_S)
+        self.channel = channel
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                # Both at once: the answers come in order, and a refused HELLO refuses the rest.
+                greeting = self._ask(channel, self._hello)
+                opening = self._ask(channel, self._opening)
+                server = self._expect(await greeting, protocol.HelloOk)
+                opened = self._expect(await opening, protocol.Opened)
+        except TimeoutError as error:
+            refusal = Unavailable(
+                f"{self.uri} accepted the connection but did not answer within {CONNECT_S} s"
+            )
+            self._drop(channel, refusal)
+            raise refusal from error
+        except HyperCacheError as error:
+            self._drop(channel, error)
+            raise
+        except asyncio.CancelledError:
+            self._drop(channel, None)
+            raise
+        self.server, self.opened, self.handle, self.error = server, opened, opened.handle, None
+        self.state, self.reason = "ready", ""
+        self._log.debug("connected", agent=server.agent, blocks=opened.blocks)
+
+    def _drop(self, channel: Channel, error: Exception | None) -> None:
+        self.channel = None
+        channel.abort(error)
+
+    def _expect(self, answer: protocol.Message | str, kind: type[M]) -> M:
+        if isinstance(answer, str):
+            raise Unavailable(f"{self.uri}: {answer}")
+        if isinstance(answer, protocol.Error):
+            raise Refused(answer.code, answer.message)
+        if not isinstance(answer, kind):
+            raise ProtocolError(f"{self.uri} answered {type(answer).__name__} instead of {kind.__name__}")
+        return answer
+
+    def _down(self, reason: str) -> None:
+        if self.state != "closed":
+            self.state, self.reason = "down", reason
+
+    # --- requests
+
+    def begin(self, message: protocol.Message, operation: Operation) -> int | None:
+        """Send ``message`` and route its answers to ``operation``; None when there is no line."""
+        if self.state != "ready" or self.channel is None:
+            return None
+        return self._begin(self.channel, message, operation)
+
+    def _begin(self, channel: Channel, message: protocol.Message, operation: Operation) -> int | None:
+        request_id = next(self._ids)
+        operation.request_id = request_id
+        self._operations[request_id] = operation
+        op, body = protocol.encode(message)
+        try:
+            channel.send(Outgoing(op, request_id, body))
+        except FabricError as error:
+            self._operations.pop(request_id, None)
+            operation.end(f"{self.uri}: {error}")
+            return None
+        return request_id
+
+    def _ask(self, channel: Channel, message: protocol.Message) -> asyncio.Future[protocol.Message | str]:
+        future: asyncio.Future[protocol.Message | str] = asyncio.get_running_loop().create_future()
+        self._begin(channel, message, Call(future))
+        return future
+
+    async def call(self, message: protocol.Message) -> protocol.Message | str:
+        """One question, one answer; a string says why there is none. Cancellation tells the server."""
+        future: asyncio.Future[protocol.Message | str] = asyncio.get_running_loop().create_future()
+        request_id = self.begin(message, Call(future))
+        if request_id is None:
+            return self.reason
+        try:
+            return await future
+        finally:
+            self.forget(request_id)
+
+    def forget(self, request_id: int) -> None:
+        """The request is over for us. If it still runs, the server is told and its bytes are dropped."""
+        if self._operations.pop(request_id, None) is not None and self.channel is not None:
+            with contextlib.suppress(FabricError):
+                self.channel.cancel(request_id)
+
+    # --- channel events
+
+    def on_frame(self, channel: Channel, frame: Frame) -> Sink | None:
+        operation = self._operations.get(frame.request_id)
+        if operation is None:
+            return None  # the answer to a request that was given up
+        message = protocol.decode(frame.type, frame.body)
+        if message is None:
+            return None
+        if isinstance(message, protocol.Error) and not isinstance(operation, Call):
+            del self._operations[frame.request_id]
+            operation.end(f"{message.code}: {message.message}")
+            return None
+        sink = operation.on_message(channel, frame, message)
+        if isinstance(operation, Call):
+            self._operations.pop(frame.request_id, None)
+        return sink
+
+    def on_payload(self, channel: Channel, frame: Frame, sink: Sink) -> None:
+        operation = self._operations.get(frame.request_id)
+        if operation is not None:
+            operation.on_payload(sink)
+
+    def on_cancel(self, channel: Channel, request_id: int) -> None:
+        """Servers have no requests of their own."""
+
+    def on_lost(self, channel: Channel, error: Exception | None) -> None:
+        if channel is not self.channel and self.channel is not None:
+            return
+        self.channel = None
+        reason = f"connection to {self.uri} lost" + (f": {error}" if error else "")
+        if self.state == "ready":
+            self._log.info("connection lost", reason=str(error or "closed by the server"))
+        self._down(reason)
+        self._end_all(reason)
+        self._lost.set()
+
+    def _end_all(self, reason: str) -> None:
+        operations, self._operations = self._operations, {}
+        for operation in operations.values():
+            operation.end(reason)
+
+    @property
+    def permanent_error(self) -> HyperCacheError | None:
+        """Why this server can never be used as configured, if that is so."""
+        if isinstance(self.error, Refused) and self.error.code in PERMANENT:
+            return self.error
+        return self.error if isinstance(self.error, ProtocolError) else None

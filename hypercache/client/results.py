@@ -1,0 +1,76 @@
+"""What the client's calls give back. Plain values; a miss is a value with a reason, never an exception."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from hypercache.keys import usable_blocks
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """A hashed prompt, to hand to ``match``, ``fetch`` and ``store`` in place of tokens: no hashing again.
+
+    digests: causal digests of every full block.
+    """
+
+    tokens: int
+    block_size: int
+    digests: tuple[bytes, ...] = field(repr=False)
+
+    @property
+    def usable_blocks(self) -> int:
+        """Blocks that a hit may have at most: the last token is always left to compute."""
+        return usable_blocks(self.tokens, self.block_size)
+
+
+@dataclass(frozen=True, slots=True)
+class Match:
+    """The longest usable prefix of a prompt: a hint, for a block may be evicted before it is fetched.
+
+    hit_blocks: whole blocks from the first token on, never all tokens: one is left to compute.
+    reason: "" for a full hit, else why the run ends where it does.
+    """
+
+    prompt: Prompt
+    hit_blocks: int
+    reason: str = ""
+
+    @property
+    def hit_tokens(self) -> int:
+        return self.hit_blocks * self.prompt.block_size
+
+    @property
+    def prompt_tokens(self) -> int:
+        return self.prompt.tokens
+
+
+@dataclass(frozen=True, slots=True)
+class FetchResult:
+    """Outcome of a fetch. Tokens ``start..hit_tokens`` are in place in every layer asked for; use no others.
+
+    hit_tokens: 0, or the end of a whole number of blocks that are complete and verified.
+    wire_bytes: payload received.
+    reason: "" when everything asked for came, else why not.
+    """
+
+    start: int
+    hit_tokens: int
+    wire_bytes: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class StoreResult:
+    """Outcome of a store. ``outcome`` counts blocks under "stored", "exists", "pending" (another writer is at
+    it), "orphan", "full", "too_large", "corrupt" and "aborted"; wire_bytes is the payload sent."""
+
+    blocks: int
+    outcome: Mapping[str, int]
+    wire_bytes: int
+    reason: str = ""
+
+    @property
+    def stored(self) -> int:
+        return self.outcome.get("stored", 0)

@@ -1,0 +1,158 @@
+"""One node: the store, the listeners, the sessions on them, and the admin port."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import os
+import time
+from typing import Any
+
+import structlog
+
+from fabrics import Channel, Limits, Listener, fabric_for
+from hypercache.server.admin import AdminServer
+from hypercache.server.config import ServerConfig
+from hypercache.server.metrics import Metrics
+from hypercache.server.session import AGENT, Context, Session
+from hypercache.store import BlockStore
+
+HANDSHAKE_S = 5.0  # a connection that has not said HELLO by then is closed
+SWEEP_S = 0.1
+#: Kept back from the memory cap for sockets' staging, queues, the interpreter and its libraries.
+BUFFERS_SHARE, BUFFERS_MOST = 1 / 16, 128 << 20
+STORE_TOTALS = ("evictions", "commits", "aborts")
+
+
+class Node:
+    """A ``hypercache-serve`` process, without the process: start, drain, stop."""
+
+    def __init__(self, config: ServerConfig, *, log: structlog.typing.FilteringBoundLogger) -> None:
+        self.config = config
+        self.metrics = Metrics()
+        self._log = log
+        self._started = time.time()
+        buffers = min(int(config.memory * BUFFERS_SHARE), BUFFERS_MOST)
+        self._store = BlockStore(
+            config.memory - buffers,
+            lease_limit_s=2 * config.lease_limit_s,
+            store_stall_s=config.store_stall_s,
+        )
+        self._context = Context(
+            store=self._store,
+            metrics=self.metrics,
+            log=log,
+            clock=time.monotonic,
+            max_payload=config.max_frame_payload,
+            lease_limit_s=config.lease_limit_s,
+        )
+        self._limits = Limits(max_payload=config.max_frame_payload, stall_timeout=config.stall_timeout_s)
+        self._sessions: set[Session] = set()
+        self._listeners: list[Listener] = []
+        self._tasks: list[asyncio.Task[None]] = []
+        self._ready = False
+        self._admin: AdminServer | None = None
+        self.metrics.watch_store(self._store_numbers, totals=STORE_TOTALS)
+        if config.admin:
+            self._admin = AdminServer(
+                config.admin, status=self.status, ready=lambda: self._ready, registry=self.metrics.registry
+            )
+
+    @property
+    def uris(self) -> tuple[str, ...]:
+        """What engines connect to, with the ports really bound."""
+        return tuple(uri for listener in self._listeners for uri in listener.uris)
+
+    @property
+    def admin_address(self) -> str:
+        return self._admin.address if self._admin else ""
+
+    async def start(self) -> None:
+        """Bind everything, or nothing. Raises AddressError and FabricUnavailable."""
+        try:
+            for uri in self.config.listen:
+                self._listeners.append(await fabric_for(uri, self._limits).listen(uri, self._accept))
+            if self._admin is not None:
+                await self._admin.start()
+        except BaseException:
+            await self.stop()
+            raise
+        self._tasks = [
+            asyncio.create_task(self._sweep(), name="sweep"),
+            asyncio.create_task(self.metrics.sample_lag(), name="loop lag"),
+        ]
+        self._ready = True
+        self._log.info("ready", uris=list(self.uris), admin=self.admin_address, memory=self.config.memory)
+
+    async def drain(self) -> None:
+        """Readiness off, accept no more, let running streams end within ``drain_s``, then stop."""
+        self._ready = False
+        self._context.draining = True
+        for listener in self._listeners:
+            await listener.close()
+        busy = sum(session.busy for session in self._sessions)
+        self._log.info("draining", connections=len(self._sessions), busy=busy, limit_s=self.config.drain_s)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(self.config.drain_s):
+                while any(session.busy for session in self._sessions):
+                    await asyncio.sleep(0.01)
+        closing = [session.channel.close() for session in self._sessions]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(1.0):
+                await asyncio.gather(*closing, return_exceptions=True)
+        await self.stop()
+
+    async def stop(self) -> None:
+        """Close everything now. Harmless when nothing runs."""
+        self._ready = False
+        for listener in self._listeners:
+            await listener.close()
+        for session in list(self._sessions):
+            session.channel.abort(None)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        self._tasks = []
+        if self._admin is not None:
+            await self._admin.close()
+        self._store.close()
+        self._log.info("stopped")
+
+    def status(self) -> dict[str, Any]:
+        """What /status shows: JSON-able, the same numbers as /metrics."""
+        return {
+            "agent": AGENT,
+            "pid": os.getpid(),
+            "uptime_s": round(time.time() - self._started, 3),
+            "state": "ready" if self._ready else "draining" if self._context.draining else "starting",
+            "uris": list(self.uris),
+            "connections": len(self._sessions),
+            "memory_bytes": self.config.memory,
+            "store": self._store_numbers(),
+            "loop_lag": self.metrics.lag(),
+            "counters": self.metrics.snapshot(),
+        }
+
+    def _store_numbers(self) -> dict[str, Any]:
+        return dataclasses.asdict(self._store.stats())
+
+    def _accept(self, channel: Channel) -> Session:
+        session = Session(
+            self._context, channel, self._lost, full=len(self._sessions) >= self.config.max_connections
+        )
+        self._sessions.add(session)
+        self.metrics.connection_opened()
+        return session
+
+    def _lost(self, session: Session) -> None:
+        self._sessions.discard(session)
+        self.metrics.connection_closed()
+
+    async def _sweep(self) -> None:
+        while True:
+            await asyncio.sleep(SWEEP_S)
+            now = time.monotonic()
+            self._store.sweep(now)
+            for session in list(self._sessions):
+                session.expire(now, HANDSHAKE_S)

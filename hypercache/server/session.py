@@ -1,0 +1,374 @@
+"""One connected client: turns its frames into calls on the store and answers them.
+
+Everything runs in the channel's callbacks, without tasks: a match is answered in the same loop
+iteration in which it arrived. What a client gets wrong within the protocol is answered with ERROR and
+the channel lives on; what breaks the protocol closes the channel and is counted.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from fabrics import Channel, Frame, Outgoing, Sink
+from fabrics.errors import ChannelClosed, FrameError
+from hypercache import protocol
+from hypercache.errors import HyperCacheError, ProtocolError, SpecError, TooLarge
+from hypercache.keys import HASH_VERSION
+from hypercache.protocol import ErrorCode, Op
+from hypercache.server.streams import FetchStream, PutSink, StoreStream
+from hypercache.store import BlockStore, Namespace, NamespaceInfo
+
+if TYPE_CHECKING:
+    import structlog
+
+    from hypercache.server.metrics import Metrics
+
+AGENT = "hypercache-serve/0.1.0"
+MAX_STREAMS = 256  # fetches and stores in flight on one channel
+MAX_HANDLES = 256
+
+
+@dataclass
+class Context:
+    """What all sessions of a node share."""
+
+    store: BlockStore
+    metrics: Metrics
+    log: structlog.typing.FilteringBoundLogger
+    clock: Callable[[], float]
+    max_payload: int
+    lease_limit_s: float
+    draining: bool = False
+    tenants: dict[bytes, dict[bytes, str]] = field(default_factory=dict)  # tenant id -> digest -> label
+    _discard: memoryview = field(default_factory=lambda: memoryview(bytearray(64 << 10)))
+
+    def discard(self, size: int) -> memoryview:
+        """Memory for bytes that nobody wants; shared, its content is meaningless."""
+        if size > self._discard.nbytes:
+            self._discard = memoryview(bytearray(size))
+        return self._discard[:size]
+
+
+class _Refusal(Exception):
+    def __init__(self, code: ErrorCode, message: str) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Session:
+    """A :class:`fabrics.Handler`. ``owner`` of its leases and reservations is the session itself."""
+
+    def __init__(
+        self, context: Context, channel: Channel, on_lost: Callable[[Session], None], *, full: bool = False
+    ) -> None:
+        self.context = context
+        self.channel = channel
+        self.full = full  # the node has as many connections as it may: say so at HELLO, serve nothing
+        self.born = context.clock()
+        self.greeted = False
+        self.tenant_id = b""
+        self._on_lost = on_lost
+        self._handles: list[Namespace] = []
+        self._fetches: dict[int, FetchStream] = {}
+        self._stores: dict[int, StoreStream] = {}
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._fetches or self._stores)
+
+    # --- channel events
+
+    def on_frame(self, channel: Channel, frame: Frame) -> Sink | None:
+        try:
+            message = protocol.decode(frame.type, frame.body)
+            if message is None:
+                raise _Refusal(ErrorCode.UNSUPPORTED, f"frame type {frame.type} is unknown to {AGENT}")
+            if isinstance(message, protocol.Put):
+                return self._put(frame, message)
+            if frame.payload_nbytes:
+                raise ProtocolError(
+                    f"{Op(frame.type).name} carries a payload of {frame.payload_nbytes} bytes"
+                )
+            self._dispatch(channel, frame.request_id, message)
+        except _Refusal as refusal:
+            self._refuse(channel, frame.request_id, refusal.code, str(refusal))
+        except ProtocolError as error:
+            self._violation(channel, frame.request_id, error)
+        return None
+
+    def on_payload(self, channel: Channel, frame: Frame, sink: Sink) -> None:
+        if isinstance(sink, PutSink):
+            sink.stream.arrived(sink)
+            self._finish_store(frame.request_id)
+
+    def on_cancel(self, channel: Channel, request_id: int) -> None:
+        fetch = self._fetches.get(request_id)
+        if fetch is not None:
+            channel.remove_source(fetch)
+            fetch.cancel()
+        store = self._stores.pop(request_id, None)
+        if store is not None:
+            channel.drop_sink(request_id)
+            store.cancel()
+            self.context.metrics.store_finished(store.outcome, store.bytes_received)
+
+    def on_lost(self, channel: Channel, error: Exception | None) -> None:
+        for fetch in list(self._fetches.values()):
+            fetch.cancel()
+        for store in self._stores.values():
+            store.cancel()
+            self.context.metrics.store_finished(store.outcome, store.bytes_received)
+        self._stores.clear()
+        self.context.store.drop_owner(self)
+        if isinstance(error, FrameError):
+            self.context.metrics.protocol_error(type(error).__name__)
+        self._on_lost(self)
+
+    def expire(self, now: float, handshake_s: float) -> None:
+        """Called now and then: ends what is past its deadline or died in the store."""
+        channel = self.channel
+        if not self.greeted and now > self.born + handshake_s:
+            self.context.metrics.protocol_error("NoHello")
+            channel.abort(ProtocolError(f"no HELLO within {handshake_s} s"))
+            return
+        for fetch in list(self._fetches.values()):
+            if now > fetch.deadline:
+                channel.add_source(fetch)  # its next frame is the error
+        for request_id, store in list(self._stores.items()):
+            store.drop_dead()
+            if now > store.deadline and not store.done:
+                channel.drop_sink(request_id)
+                store.cancel()
+            self._finish_store(request_id)
+
+    # --- requests
+
+    def _dispatch(self, channel: Channel, request_id: int, message: protocol.Message) -> None:
+        if isinstance(message, protocol.Hello):
+            return self._hello(channel, request_id, message)
+        if not self.greeted:
+            raise ProtocolError("the first frame must be HELLO")
+        match message:
+            case protocol.Open():
+                self._open(channel, request_id, message)
+            case protocol.Match():
+                self._match(channel, request_id, message)
+            case protocol.Fetch():
+                self._fetch(channel, request_id, message)
+            case protocol.Store():
+                self._store(channel, request_id, message)
+            case protocol.Contains():
+                namespace, digests = self._request(message.handle, message.digests)
+                present = self.context.store.contains(namespace, digests)
+                self.context.metrics.request("contains", "ok")
+                self._answer(channel, request_id, protocol.Contained(bytes(present)))
+            case protocol.Evict():
+                namespace, digests = self._request(message.handle, message.digests)
+                removed = self.context.store.evict(namespace, digests)
+                nbytes = removed * sum(namespace.info.chunk_nbytes)
+                self.context.metrics.request("evict", "ok")
+                self._answer(channel, request_id, protocol.Removed(removed, nbytes))
+            case protocol.Clear():
+                blocks, nbytes = self.context.store.clear(self._namespace(message.handle))
+                self.context.metrics.request("clear", "ok")
+                self._answer(channel, request_id, protocol.Removed(blocks, nbytes))
+            case _:
+                raise ProtocolError(f"{type(message).__name__} is not a request")
+        return None
+
+    def _hello(self, channel: Channel, request_id: int, hello: protocol.Hello) -> None:
+        if self.greeted:
+            raise ProtocolError("HELLO twice on one channel")
+        if not hello.lowest <= protocol.VERSION <= hello.highest:
+            raise _Refusal(
+                ErrorCode.VERSION,
+                f"{AGENT} speaks protocol {protocol.VERSION}, the client {hello.lowest}..{hello.highest}; "
+                "upgrade the older side",
+            )
+        if hello.hash_version != HASH_VERSION:
+            raise _Refusal(
+                ErrorCode.HASH_VERSION,
+                f"{AGENT} keys blocks by hash version {HASH_VERSION}, the client by {hello.hash_version}: "
+                "no block would ever be found; upgrade the older side",
+            )
+        if protocol.CHECKSUM not in hello.checksums:
+            raise _Refusal(
+                ErrorCode.CHECKSUM, f"{AGENT} needs {protocol.CHECKSUM}, the client has {hello.checksums}"
+            )
+        if len(hello.tenant_id) != 16:
+            raise ProtocolError(f"tenant id of {len(hello.tenant_id)} bytes, must be 16")
+        if self.context.draining:
+            raise _Refusal(ErrorCode.DRAINING, "the server is shutting down")
+        if self.full:
+            raise _Refusal(ErrorCode.BUSY, "the server has as many connections as max_connections allows")
+        self.greeted = True
+        self.tenant_id = hello.tenant_id
+        self._answer(
+            channel,
+            request_id,
+            protocol.HelloOk(
+                protocol.VERSION,
+                AGENT,
+                protocol.CHECKSUM,
+                protocol.CODECS,
+                protocol.MAX_BLOCKS,
+                self.context.max_payload,
+            ),
+        )
+
+    def _open(self, channel: Channel, request_id: int, message: protocol.Open) -> None:
+        if message.codec not in protocol.CODECS:
+            raise _Refusal(ErrorCode.CODEC, f"codec {message.codec!r} is unknown; known: {protocol.CODECS}")
+        if message.block_size not in (16, 64):
+            raise _Refusal(ErrorCode.SPEC, f"block size {message.block_size} is not one of 16, 64 tokens")
+        chunks = message.chunk_nbytes
+        if not 0 < len(chunks) <= protocol.MAX_LAYERS:
+            raise _Refusal(ErrorCode.SPEC, f"{len(chunks)} layers, allowed are 1..{protocol.MAX_LAYERS}")
+        largest = min(protocol.MAX_CHUNK_BYTES, self.context.max_payload)
+        if not all(0 < size <= largest for size in chunks):
+            raise _Refusal(
+                ErrorCode.TOO_LARGE,
+                f"layer chunks must have 1..{largest} bytes, got {min(chunks)}..{max(chunks)}",
+            )
+        if not 16 <= len(message.digest) <= 32 or len(message.label) > protocol.MAX_LABEL:
+            raise ProtocolError("OPEN with a malformed digest or label")
+        if len(self._handles) >= MAX_HANDLES:
+            raise _Refusal(ErrorCode.BUSY, f"more than {MAX_HANDLES} namespaces on one channel")
+        known = self.context.tenants.setdefault(self.tenant_id, {})
+        try:
+            namespace = self.context.store.open_namespace(
+                NamespaceInfo(
+                    digest=message.digest,
+                    chunk_nbytes=tuple(chunks),
+                    block_size=message.block_size,
+                    codec=message.codec,
+                    label=message.label,
+                )
+            )
+        except SpecError as error:
+            raise _Refusal(ErrorCode.SPEC, str(error)) from error
+        except TooLarge as error:
+            raise _Refusal(ErrorCode.TOO_LARGE, str(error)) from error
+        others = tuple(label for digest, label in known.items() if digest != message.digest)[-8:]
+        known[message.digest] = message.label
+        self._handles.append(namespace)
+        self.context.metrics.request("open", "ok")
+        self._answer(channel, request_id, protocol.Opened(len(self._handles) - 1, namespace.blocks, others))
+
+    def _match(self, channel: Channel, request_id: int, message: protocol.Match) -> None:
+        namespace, digests = self._request(message.handle, message.digests)
+        hit = self.context.store.match(namespace, digests, self.context.clock())
+        self.context.metrics.matched(asked=len(digests), hit=hit)
+        self._answer(channel, request_id, protocol.Matched(hit))
+
+    def _fetch(self, channel: Channel, request_id: int, message: protocol.Fetch) -> None:
+        namespace, digests = self._request(message.handle, message.digests)
+        first, stop = message.layers
+        if not 0 <= first < stop <= len(namespace.info.chunk_nbytes):
+            raise _Refusal(
+                ErrorCode.SPEC, f"layers {first}..{stop}, there are {len(namespace.info.chunk_nbytes)}"
+            )
+        self._admit(request_id)
+        now = self.context.clock()
+        seconds = min(max(message.deadline_ms, 1) / 1000, self.context.lease_limit_s)
+        # The lease outlives the deadline: a frame that is half sent when time is up still reads the arena.
+        # The channel's own stall limit ends it; then the stream gives the lease back.
+        lease = self.context.store.lease(namespace, digests, self, seconds + self.context.lease_limit_s, now)
+        self.context.metrics.fetch_started(asked=len(digests), hit=len(lease.blocks))
+        self._answer(channel, request_id, protocol.Fetching(len(lease.blocks)))
+        stream = FetchStream(
+            self.context.store,
+            namespace,
+            lease,
+            request_id,
+            layers=range(first, stop) if lease.blocks else range(0),
+            frame_bytes=min(message.frame_bytes, self.context.max_payload),
+            deadline=now + seconds,
+            clock=self.context.clock,
+            finished=self._fetch_finished,
+        )
+        self._fetches[request_id] = stream
+        channel.add_source(stream)
+
+    def _fetch_finished(self, stream: FetchStream) -> None:
+        self._fetches.pop(stream.request_id, None)
+        self.context.metrics.fetch_finished(stream.outcome, stream.bytes_sent)
+
+    def _store(self, channel: Channel, request_id: int, message: protocol.Store) -> None:
+        namespace, digests = self._request(message.handle, message.digests)
+        if message.parent is not None and len(message.parent) != protocol.DIGEST_BYTES:
+            raise ProtocolError(f"parent digest of {len(message.parent)} bytes")
+        self._admit(request_id)
+        now = self.context.clock()
+        entries = self.context.store.reserve(namespace, message.parent, digests, self, now)
+        stream = StoreStream(
+            self.context.store,
+            namespace,
+            entries,
+            request_id,
+            deadline=now + min(max(message.deadline_ms, 1) / 1000, self.context.lease_limit_s),
+            clock=self.context.clock,
+            discard=self.context.discard,
+        )
+        self._stores[request_id] = stream
+        if not stream.done:
+            self._answer(channel, request_id, protocol.Storing(stream.wanted()))
+        self._finish_store(request_id)
+
+    def _put(self, frame: Frame, message: protocol.Put) -> Sink | None:
+        stream = self._stores.get(frame.request_id)
+        if stream is None:  # refused, finished or cancelled while this was on its way
+            return None
+        return stream.put(message, frame.payload_nbytes)
+
+    def _finish_store(self, request_id: int) -> None:
+        stream = self._stores.get(request_id)
+        if stream is None or not stream.done:
+            return
+        del self._stores[request_id]
+        self.context.metrics.store_finished(stream.outcome, stream.bytes_received)
+        self._answer(self.channel, request_id, protocol.Stored(dict(stream.outcome)))
+
+    # --- helpers
+
+    def _namespace(self, handle: int) -> Namespace:
+        if not 0 <= handle < len(self._handles):
+            raise _Refusal(ErrorCode.HANDLE, f"namespace handle {handle} is not open on this channel")
+        return self._handles[handle]
+
+    def _request(self, handle: int, joined: bytes) -> tuple[Namespace, list[bytes]]:
+        return self._namespace(handle), protocol.split_digests(joined)
+
+    def _admit(self, request_id: int) -> None:
+        if request_id in self._fetches or request_id in self._stores:
+            raise ProtocolError(f"request id {request_id} is already in use")
+        if self.context.draining:
+            raise _Refusal(ErrorCode.DRAINING, "the server is shutting down")
+        if len(self._fetches) + len(self._stores) >= MAX_STREAMS:
+            raise _Refusal(ErrorCode.BUSY, f"more than {MAX_STREAMS} transfers in flight on one channel")
+
+    def _answer(self, channel: Channel, request_id: int, message: protocol.Message) -> None:
+        op, body = protocol.encode(message)
+        channel.send(Outgoing(op, request_id, body))
+
+    def _refuse(self, channel: Channel, request_id: int, code: ErrorCode, message: str) -> None:
+        self.context.metrics.refused(code)
+        self.context.log.info("refused", peer=channel.peer, code=str(code), reason=message)
+        try:
+            self._answer(channel, request_id, protocol.Error(str(code), message))
+        except ChannelClosed:
+            return
+
+    def _violation(self, channel: Channel, request_id: int, error: HyperCacheError) -> None:
+        self.context.metrics.protocol_error(type(error).__name__)
+        self.context.log.warning("protocol violation, closing", peer=channel.peer, reason=str(error))
+        try:
+            self._answer(channel, request_id, protocol.Error(str(ErrorCode.MALFORMED), str(error)))
+        except ChannelClosed:
+            return
+        channel.abort(error)
+
+
+__all__ = ["AGENT", "Context", "Session"]
