@@ -7,6 +7,7 @@ to its neighbour, or leaving a field out, always changes the result (bare concat
 from __future__ import annotations
 
 import hashlib
+import numbers
 import struct
 from collections.abc import Iterable, Mapping
 
@@ -43,8 +44,26 @@ def encode(value: Value) -> bytes:
     raise TypeError(f"cannot commit to a value of type {type(value).__name__}")
 
 
+def canonical(value: object) -> Value:
+    """One form for values that mean the same: 8, 8.0 and a NumPy 8 are one number, lists and tuples one
+    sequence, and a mapping's ``None`` entries are absent. Raises TypeError for anything else."""
+    match value:
+        case None | bool() | str() | bytes():
+            return value
+        case numbers.Integral():
+            return int(value)
+        case numbers.Real():
+            number = float(value)
+            return int(number) if number.is_integer() else number
+        case Mapping():
+            return {str(key): canonical(item) for key, item in value.items() if item is not None}
+        case list() | tuple():
+            return [canonical(item) for item in value]
+    raise TypeError(f"cannot commit to a value of type {type(value).__name__}")
+
+
 def commit(tag: str, fields: Mapping[str, Value], *, key: bytes = b"", size: int = 32) -> bytes:
-    """BLAKE2b digest (RFC 7693) of ``fields`` under a domain ``tag``; ``key`` of up to 64 bytes, ``size`` bytes out."""
+    """BLAKE2b (RFC 7693) of ``fields`` under a domain ``tag``; ``key`` <= 64 bytes, ``size`` bytes out."""
     state = hashlib.blake2b(key=key, digest_size=size)
     state.update(_frame(b"T", tag.encode()))
     state.update(encode(fields))

@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 
 from hypercache.errors import SpecError
-from hypercache.identity import Value, commit
+from hypercache.identity import Value, canonical, commit
+
+
+def _count(what: str, value: object, least: int) -> int:
+    """``value`` as a plain int, so that a NumPy 8 and an 8 have one identity; SpecError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
+        raise SpecError(f"{what} must be an integer >= {least}, got {value!r}")
+    return int(value)
 
 
 class KVDtype(enum.Enum):
@@ -47,8 +54,11 @@ _STORAGE = {"bf16": "<u2", "fp16": "<f2", "fp32": "<f4", "fp8_e4m3": "u1", "fp8_
 class RopeSpec:
     """Rotary position embedding (Su et al. 2021, arXiv:2104.09864) as applied to cached keys.
 
-    ``kind`` is Hugging Face's ``rope_type`` ("default", "linear", "llama3", "yarn", ...) or "none".
-    ``scaling`` holds its further parameters, sorted by name.
+    ``kind`` is Hugging Face's ``rope_type`` ("default", "linear", "llama3", "yarn", ...) or "none" (then
+    the other fields mean nothing and are not part of the identity). ``scaling`` holds its further
+    parameters, sorted by name. The first ``rotary_dim`` elements of a head (or of MLA's rope part) are
+    rotated, pairs ``(i, i + rotary_dim/2)``, or ``(2i, 2i + 1)`` if ``interleaved``: as the engine's cached
+    bytes have it, which may differ from how the checkpoint's weights are ordered.
     """
 
     kind: str
@@ -57,13 +67,28 @@ class RopeSpec:
     interleaved: bool = False
     scaling: tuple[tuple[str, Any], ...] = ()
 
+    def __post_init__(self) -> None:
+        _set = object.__setattr__
+        _set(self, "rotary_dim", _count("RopeSpec.rotary_dim", self.rotary_dim, 0))
+        _set(self, "scaling", tuple(sorted(self.scaling)))
+        if self.kind == "none":
+            return
+        if not self.kind:
+            raise SpecError("RopeSpec.kind is empty; use 'none' for a model without rotary embedding")
+        if self.rotary_dim < 2 or self.rotary_dim % 2:
+            raise SpecError(f"RopeSpec.rotary_dim must be even and >= 2, got {self.rotary_dim}")
+        if not (np.isfinite(self.theta) and self.theta > 0):
+            raise SpecError(f"RopeSpec.theta must be finite and > 0, got {self.theta}")
+
     def fields(self) -> dict[str, Value]:
+        if self.kind == "none":
+            return {"kind": "none"}
         return {
             "kind": self.kind,
-            "theta": float(self.theta),
+            "theta": canonical(self.theta),
             "rotary_dim": self.rotary_dim,
-            "interleaved": self.interleaved,
-            "scaling": dict(self.scaling),
+            "interleaved": bool(self.interleaved),
+            "scaling": canonical(dict(self.scaling)),
         }
 
 
@@ -73,6 +98,9 @@ class Part:
 
     name: str
     dim: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dim", _count(f"KVLayout part {self.name!r}: dim", self.dim, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -96,8 +124,7 @@ class KVLayout:
             raise SpecError(f"KVLayout.kind={self.kind!r} is unknown; use 'split' or 'mla'")
         if tuple(part.name for part in self.parts) != want:
             raise SpecError(f"KVLayout {self.kind!r} needs parts {want}, got {[p.name for p in self.parts]}")
-        if self.heads < 1 or any(part.dim < 1 for part in self.parts):
-            raise SpecError(f"KVLayout needs heads and dims >= 1, got {self.heads} heads, {self.parts}")
+        object.__setattr__(self, "heads", _count("KVLayout.heads", self.heads, 1))
         if self.kind == "mla" and self.heads != 1:
             raise SpecError(f"KVLayout 'mla' has exactly one latent head, got {self.heads}")
 
@@ -155,13 +182,17 @@ class LayerGroup:
     rope: RopeSpec
     window: int | None = None
 
+    def __post_init__(self) -> None:
+        if self.window is not None:
+            object.__setattr__(self, "window", _count("LayerGroup.window", self.window, 1))
+        keys = self.layout.parts[-1 if self.layout.kind == "mla" else 0]
+        if self.rope.kind != "none" and self.rope.rotary_dim > keys.dim:
+            raise SpecError(
+                f"rotary_dim {self.rope.rotary_dim} exceeds the {keys.dim} elements of part {keys.name!r}"
+            )
+
     def fields(self) -> dict[str, Value]:
-        return {
-            "layers": list(self.layers),
-            "layout": self.layout.fields(),
-            "rope": self.rope.fields(),
-            "window": self.window,
-        }
+        return {"layout": self.layout.fields(), "rope": self.rope.fields(), "window": self.window}
 
 
 @dataclass(frozen=True)
@@ -172,6 +203,8 @@ class ModelSpec:
         two files with the same name and other weights do not.
     groups: cover each layer 0..num_layers-1 exactly once.
     kv_scales: (k_scale, v_scale) per layer of an engine that keeps fp8 K/V; required there, None elsewhere.
+    numerics: digest of whatever else of the model's configuration changes K/V (norm epsilon, activation,
+        multipliers, ...); :meth:`from_hf_config` fills it.
     name: label for logs and messages; not part of the identity.
     """
 
@@ -181,21 +214,24 @@ class ModelSpec:
     tp_size: int = 1
     adapter: Adapter | None = None
     kv_scales: tuple[tuple[float, float], ...] | None = None
+    numerics: bytes = b""
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "tp_size", _count(f"model {self.name!r}: tp_size", self.tp_size, 1))
+        object.__setattr__(self, "tp_rank", _count(f"model {self.name!r}: tp_rank", self.tp_rank, 0))
         if len(self.weights) < 16:
             raise SpecError(
-                f"model {self.name!r}: the weights fingerprint must have >= 16 bytes, got {len(self.weights)}; "
-                "hash the checkpoint's content, a name or path is not an identity"
+                f"model {self.name!r}: the weights fingerprint must have >= 16 bytes, "
+                f"got {len(self.weights)}; hash the checkpoint's content, a name or path is not an identity"
             )
         seen = sorted(layer for group in self.groups for layer in group.layers)
         if not seen or seen != list(range(len(seen))):
             raise SpecError(f"model {self.name!r}: layer groups must cover 0..n-1 once each, got {seen}")
-        if not (self.tp_size >= 1 and 0 <= self.tp_rank < self.tp_size):
+        if self.tp_rank >= self.tp_size:
             raise SpecError(f"model {self.name!r}: tp_rank {self.tp_rank} is not in 0..{self.tp_size - 1}")
         for group in self.groups:
-            self._local_heads(group)
+            self._head_range(group)
         fp8 = any(group.layout.dtype.is_fp8 for group in self.groups)
         if fp8 != (self.kv_scales is not None):
             raise SpecError(
@@ -204,10 +240,14 @@ class ModelSpec:
             )
         if self.kv_scales is not None:
             if len(self.kv_scales) != len(seen):
-                raise SpecError(f"model {self.name!r}: {len(self.kv_scales)} kv_scales for {len(seen)} layers")
+                raise SpecError(
+                    f"model {self.name!r}: {len(self.kv_scales)} kv_scales for {len(seen)} layers"
+                )
             for layer, pair in enumerate(self.kv_scales):
                 if len(pair) != 2 or not all(np.isfinite(scale) and scale > 0 for scale in pair):
-                    raise SpecError(f"model {self.name!r}: kv_scales[{layer}]={pair} must be two finite values > 0")
+                    raise SpecError(
+                        f"model {self.name!r}: kv_scales[{layer}]={pair} must be two finite values > 0"
+                    )
 
     @property
     def num_layers(self) -> int:
@@ -222,17 +262,28 @@ class ModelSpec:
     def layout(self, layer: int) -> KVLayout:
         """Layout of one layer chunk on this rank."""
         group = self.group_of(layer)
+        first, stop = self._head_range(group)
         whole = group.layout
-        return KVLayout(whole.kind, self._local_heads(group), whole.parts, whole.dtype)
+        return KVLayout(whole.kind, stop - first, whole.parts, whole.dtype)
 
-    def _local_heads(self, group: LayerGroup) -> int:
+    def head_range(self, layer: int) -> tuple[int, int]:
+        """``(first, stop)``: the model's KV heads in ``layer`` that this rank holds, a contiguous run.
+
+        With fewer heads than ranks, neighbouring ranks hold the same head; every rank holds MLA's latent.
+        ``head_slice(tokens, *spec.head_range(layer))`` of the whole model's chunk is this rank's chunk.
+        """
+        return self._head_range(self.group_of(layer))
+
+    def _head_range(self, group: LayerGroup) -> tuple[int, int]:
         heads = group.layout.heads
         if group.layout.kind == "mla":
-            return 1  # the latent is replicated on every rank
+            return 0, 1
         if heads % self.tp_size == 0:
-            return heads // self.tp_size
+            share = heads // self.tp_size
+            return self.tp_rank * share, (self.tp_rank + 1) * share
         if self.tp_size % heads == 0:
-            return 1  # fewer heads than ranks: engines replicate them
+            head = self.tp_rank // (self.tp_size // heads)
+            return head, head + 1
         raise SpecError(f"model {self.name!r}: {heads} KV heads cannot be split over tp_size={self.tp_size}")
 
     def token_nbytes(self) -> int:
@@ -240,13 +291,16 @@ class ModelSpec:
         return sum(self.layout(group.layers[0]).chunk_nbytes(1) * len(group.layers) for group in self.groups)
 
     def fields(self) -> dict[str, Value]:
+        # Layer by layer, so that the order of groups and how they were cut are no part of the identity.
+        by_layer = {layer: group.fields() for group in self.groups for layer in group.layers}
         return {
             "weights": self.weights,
-            "groups": [group.fields() for group in self.groups],
+            "layers": [by_layer[layer] for layer in range(self.num_layers)],
             "tp_rank": self.tp_rank,
             "tp_size": self.tp_size,
             "adapter": None if self.adapter is None else self.adapter.digest,
-            "kv_scales": self.kv_scales,
+            "kv_scales": canonical(self.kv_scales),
+            "numerics": self.numerics,
         }
 
     def fingerprint(self) -> bytes:
@@ -266,5 +320,23 @@ class ModelSpec:
         kv_scales: tuple[tuple[float, float], ...] | None = None,
         name: str | None = None,
     ) -> ModelSpec:
-        """Build from a Hugging Face config (object with ``to_dict`` or plain mapping)."""
-        raise SpecError("from_hf_config is not available")
+        """Build from a Hugging Face config: an object with ``to_dict``, or a mapping as in ``config.json``.
+
+        dtype: element type of the engine's K/V; None takes the config's ``dtype`` / ``torch_dtype``.
+        name: label; None takes the config's own. What is read, and what is no part of the identity, is
+        told in :mod:`hypercache.hf_config`. Raises SpecError, naming the key, for a config that is unknown
+        or says too little.
+        """
+        from hypercache import hf_config  # it builds this module's types
+
+        raw = hf_config.as_mapping(config)
+        return cls(
+            weights=weights,
+            groups=hf_config.layer_groups(raw, dtype),
+            tp_rank=tp_rank,
+            tp_size=tp_size,
+            adapter=adapter,
+            kv_scales=kv_scales,
+            numerics=hf_config.numerics(raw),
+            name=hf_config.label(raw) if name is None else name,
+        )
