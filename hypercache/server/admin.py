@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import os
 from collections.abc import Callable
+from http import HTTPStatus
 from typing import Any
 
 import h11
@@ -165,7 +166,9 @@ async def _send(http: h11.Connection, writer: asyncio.StreamWriter, answer: Answ
     ]
     if status == 405:
         headers.append(("allow", "GET, HEAD"))
-    data = http.send(h11.Response(status_code=status, headers=headers)) or b""
+    data = (
+        http.send(h11.Response(status_code=status, reason=HTTPStatus(status).phrase, headers=headers)) or b""
+    )
     if body:
         data += http.send(h11.Data(data=content)) or b""
     data += http.send(h11.EndOfMessage()) or b""

@@ -1,0 +1,111 @@
+"""Counters obey their identities and never hurt who counts (O01-O03 as far as a node's metrics reach)."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from collections import Counter
+from collections.abc import Mapping
+
+from hypercache.server.metrics import LABEL_LIMIT, Metrics
+
+
+def test_asked_is_hit_plus_missed() -> None:
+    metrics = Metrics()
+    rng = random.Random(7)
+    for _ in range(200):
+        asked = rng.randrange(0, 50)
+        hit = rng.randrange(0, asked + 1)
+        metrics.matched(asked=asked, hit=hit) if rng.random() < 0.5 else metrics.fetch_started(
+            asked=asked, hit=hit
+        )
+    now = metrics.snapshot()
+    for op in ("match", "fetch"):
+        parts = (
+            now[f'hypercache_blocks_hit_total{{op="{op}"}}'],
+            now[f'hypercache_blocks_missed_total{{op="{op}"}}'],
+        )
+        assert min(parts) > 0
+        assert now[f'hypercache_blocks_asked_total{{op="{op}"}}'] == sum(parts)
+
+
+def test_o03_impossible_values_are_counted_as_errors_and_nothing_else() -> None:
+    metrics = Metrics()
+    metrics.matched(asked=4, hit=2)
+    before = metrics.snapshot()
+    metrics.matched(asked=4, hit=5)
+    metrics.matched(asked=4, hit=-1)
+    metrics.fetch_finished("ok", -7680)
+    after = metrics.snapshot()
+    assert after["hypercache_metrics_errors_total"] == 3
+    for name, value in before.items():
+        assert after[name] >= value, name
+    assert after['hypercache_blocks_hit_total{op="match"}'] == 2
+    assert after["hypercache_sent_bytes_total"] == 0
+
+
+def test_store_outcomes_are_told_apart() -> None:
+    metrics = Metrics()
+    metrics.store_finished(Counter(stored=5, exists=2, corrupt=1), 8192)
+    now = metrics.snapshot()
+    assert now["hypercache_blocks_stored_total"] == 5
+    assert now['hypercache_blocks_skipped_total{reason="exists"}'] == 2
+    assert now['hypercache_blocks_skipped_total{reason="corrupt"}'] == 1
+    assert now["hypercache_checksum_failures_total"] == 1
+    assert now["hypercache_received_bytes_total"] == 8192
+    assert now['hypercache_requests_total{op="store",outcome="ok"}'] == 1
+
+
+def test_label_values_are_bounded() -> None:
+    metrics = Metrics()
+    for number in range(10 * LABEL_LIMIT):
+        metrics.protocol_error(f"kind{number}")
+    metrics.protocol_error("x" * 1000)
+    rows = {name: n for name, n in metrics.snapshot().items() if "protocol_errors_total" in name}
+    assert len(rows) == LABEL_LIMIT + 1
+    assert sum(rows.values()) == 10 * LABEL_LIMIT + 1
+    assert rows['hypercache_protocol_errors_total{kind="other"}'] == 9 * LABEL_LIMIT + 1
+
+
+def test_two_nodes_in_one_process_do_not_share_counters() -> None:
+    first, second = Metrics(), Metrics()
+    first.connection_opened()
+    assert first.snapshot()["hypercache_connections"] == 1
+    assert second.snapshot()["hypercache_connections"] == 0
+    first.connection_closed()
+    assert first.snapshot()["hypercache_connections"] == 0
+    assert first.snapshot()["hypercache_connections_accepted_total"] == 1
+
+
+def test_a_store_that_cannot_answer_does_not_stop_the_scrape() -> None:
+    def broken() -> Mapping[str, float]:
+        raise RuntimeError("the store is closed")
+
+    metrics = Metrics()
+    metrics.watch_store(broken)
+    metrics.refused("busy")
+    assert metrics.snapshot()['hypercache_refused_total{code="busy"}'] == 1
+    assert metrics.snapshot()["hypercache_metrics_errors_total"] >= 1
+
+
+async def test_loop_lag_is_seen() -> None:
+    metrics = Metrics()
+    assert metrics.lag() == {"samples": 0, "p50_s": None, "p99_s": None, "max_s": None}
+    sampler = asyncio.create_task(metrics.sample_lag())
+    await asyncio.sleep(0.01)
+    time.sleep(0.3)  # noqa: ASYNC251 - the fault that the sampler is there to show
+    await asyncio.sleep(0.12)
+    sampler.cancel()
+    lag = metrics.lag()
+    assert lag["samples"] is not None and lag["samples"] >= 1
+    assert lag["max_s"] is not None and lag["max_s"] >= 0.2
+    assert lag["p99_s"] == lag["max_s"]
+    assert metrics.registry.get_sample_value("hypercache_loop_lag_seconds_count") == lag["samples"]
+
+
+def test_percentile_is_the_nearest_rank() -> None:
+    metrics = Metrics()
+    for number in range(1, 201):
+        metrics.observe_lag(number / 1000)
+    assert metrics.lag() == {"samples": 200, "p50_s": 0.1, "p99_s": 0.198, "max_s": 0.2}
