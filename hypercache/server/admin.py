@@ -73,7 +73,7 @@ class AdminServer:
                 self._connected, host, port, limit=MAX_HEADER_BYTES, backlog=MAX_CONNECTIONS
             )
         except ValueError as error:
-            raise AddressError(f"admin address {self._asked!r} {error}") from None
+            raise AddressError(f"admin address {self._asked!r}: {error}") from None
         except OSError as error:
             # asyncio words a failed bind in its own way; a failed look-up has a negative errno
             reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)

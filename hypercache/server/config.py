@@ -16,13 +16,14 @@ from pathlib import Path
 from typing import Any
 
 import fabrics
+from fabrics.address import DEFAULT_PORT
+from fabrics.address import parse as parse_address
 from hypercache.errors import ConfigError
 from hypercache.server import settings
 from hypercache.server.settings import Kind
 from hypercache.store.limits import memory_limit
 
 PREFIX = "HYPERCACHE_"
-DEFAULT_PORT = 7440
 
 # Variables with the prefix that other parts of the product read. A name in neither list is a mistake.
 OTHER_VARIABLES = {
@@ -40,18 +41,14 @@ def _setting(default: Any, kind: Kind, help_text: str) -> Any:
 
 def _host_of(uri: str) -> str | None:
     """The host that a URI listens on; None for fabrics that never leave the machine. Raises ValueError."""
-    scheme, separator, rest = uri.partition("://")
+    scheme, separator, _ = uri.partition("://")
     if not separator:
-        raise ValueError(f"is not a fabric URI; write tcp://HOST:{DEFAULT_PORT}")
+        raise ValueError(f"{uri!r} is not a fabric URI; write tcp://HOST:PORT")
     if scheme not in fabrics.schemes():
-        raise ValueError(f"has the unknown scheme {scheme!r}; known here: {', '.join(fabrics.schemes())}")
+        raise ValueError(f"{uri!r} has an unknown scheme; known here: {', '.join(fabrics.schemes())}")
     if scheme in ("loop", "shm"):
         return None
-    return settings.host_port(rest)[0]
-
-
-def _check_uri(uri: str) -> None:
-    _host_of(uri)
+    return parse_address(uri, scheme, listening=True).host
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,7 +57,7 @@ class ServerConfig:
 
     listen: tuple[str, ...] = _setting(
         (f"tcp://127.0.0.1:{DEFAULT_PORT}",),
-        settings.uris(_check_uri, f"tcp://127.0.0.1:{DEFAULT_PORT}"),
+        settings.uris(_host_of, f"tcp://127.0.0.1:{DEFAULT_PORT}"),
         "Where engines connect. Port 0 takes any free port.",
     )
     admin: str = _setting(

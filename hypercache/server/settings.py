@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from typing import Any
 
+from fabrics.address import parse as parse_address
+
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]+)", re.ASCII)
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,15})?)\s*%", re.ASCII)
@@ -154,18 +156,10 @@ def boolean() -> Kind:
 
 def host_port(text: str) -> tuple[str, int]:
     """Split ``HOST:PORT`` or ``[IPv6]:PORT``. Raises ValueError with the reason."""
-    host, colon, port = text.rpartition(":")
-    if not colon:
+    if re.search(r":[0-9]+$", text) is None:
         raise ValueError("has no port; write HOST:PORT")
-    if host.startswith("[") and host.endswith("]"):
-        host = host[1:-1]
-    elif ":" in host:
-        raise ValueError("is ambiguous; put an IPv6 address in brackets: [::1]:7441")
-    if not host or any(char.isspace() or char in "/@[]" for char in host):
-        raise ValueError("has no usable host; write HOST:PORT")
-    if not (port.isascii() and port.isdigit()) or not 0 <= int(port) <= 65535:
-        raise ValueError(f"has the port {port!r}; ports are 0 (any free one) to 65535")
-    return host, int(port)
+    found = parse_address(f"http://{text}", "http", listening=True)
+    return found.host, found.port
 
 
 def is_loopback(host: str) -> bool:
@@ -183,13 +177,20 @@ def address() -> Kind:
         if not isinstance(value, str):
             raise ValueError(f"must be text, not {_type(value)}")
         if value:
-            host_port(value)
+            _usable(host_port, value)
         return value
 
     return Kind("HOST:PORT with port 0 to 65535, or '' for off", parse, show=lambda value: value or "off")
 
 
-def uris(check: Callable[[str], None], example: str) -> Kind:
+def _usable(check: Callable[[str], object], text: str) -> None:
+    try:
+        check(text)
+    except ValueError as error:
+        raise ValueError(f"cannot be used: {error}") from None
+
+
+def uris(check: Callable[[str], object], example: str) -> Kind:
     """A list of one or more different URIs, each accepted by ``check``; in text, separated by commas."""
 
     def parse(value: object) -> tuple[str, ...]:
@@ -200,10 +201,7 @@ def uris(check: Callable[[str], None], example: str) -> Kind:
         for uri in value:
             if not isinstance(uri, str):
                 raise ValueError(f"holds {uri!r}, which is not text")
-            try:
-                check(uri)
-            except ValueError as error:
-                raise ValueError(f"holds {uri!r}, which {error}") from None
+            _usable(check, uri)
             if value.count(uri) > 1 and not uri.endswith(":0"):
                 raise ValueError(f"holds {uri!r} twice")
         return tuple(value)

@@ -1,0 +1,58 @@
+"""Run a cache server until SIGTERM or SIGINT, which drain it; a second signal stops it at once.
+
+When it serves, one line of JSON appears on stdout: {"ready": true, "uris": [...], "admin": "...", "pid": N}.
+Settings: default < TOML file (--config or HYPERCACHE_CONFIG) < HYPERCACHE_* environment < flags.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import signal
+from typing import Any
+
+import structlog
+
+from hypercache.cli.config import add_server_flags, load_from
+from hypercache.server import logs
+from hypercache.server.config import ServerConfig
+from hypercache.server.node import Node
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    add_server_flags(parser)
+
+
+def run(args: argparse.Namespace) -> int:
+    """0 after a drain, 128 + signal number after a second signal. Raises ConfigError, FabricError."""
+    effective = load_from(args)
+    logs.configure(effective.config.log_level, effective.config.log_format)
+    log = structlog.get_logger("hypercache")
+    log.info("configuration", **{key: f"{value} ({origin})" for key, value, origin in effective.rows()})
+    return asyncio.run(_serve(effective.config, log))
+
+
+async def _serve(config: ServerConfig, log: Any) -> int:
+    signals: asyncio.Queue[int] = asyncio.Queue()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, signals.put_nowait, number)
+    node = Node(config, log=log)
+    await node.start()
+    with contextlib.suppress(BrokenPipeError):  # whoever started us may not care
+        ready = {"ready": True, "uris": list(node.uris), "admin": node.admin_address, "pid": os.getpid()}
+        print(json.dumps(ready), flush=True)
+    await signals.get()
+    drain = asyncio.create_task(node.drain(), name="drain")
+    second = asyncio.create_task(signals.get(), name="second signal")
+    await asyncio.wait({drain, second}, return_when=asyncio.FIRST_COMPLETED)
+    if drain.done():
+        second.cancel()
+        drain.result()
+        return 0
+    drain.cancel()
+    await asyncio.gather(drain, return_exceptions=True)
+    await node.stop()
+    return 128 + second.result()
