@@ -1,0 +1,170 @@
+"""The causal index: who is whose prefix, what is visible, what is held.
+
+A block is kept only together with its whole prefix. Holding a block (a lease, an open reservation) holds
+its ancestors with it: ``held`` counts the holds on the block itself and its children that are held, so one
+step up the chain is enough as soon as an ancestor is held already.
+"""
+
+from __future__ import annotations
+
+import math
+from array import array
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final
+
+from hypercache.store.arena import Slab
+from hypercache.store.namespace import Namespace
+
+if TYPE_CHECKING:
+    from hypercache.store.holds import Reservation
+
+PENDING: Final = 0  # being written
+COMPLETE: Final = 1  # all layers in place, but an ancestor is still being written
+COMMITTED: Final = 2  # visible, and so are all its ancestors
+DOOMED: Final = 3  # invisible for ever; freed as soon as nothing holds it and no child is left
+FREED: Final = 4
+
+
+class Tree:
+    """The blocks of one namespace in one epoch. Clearing a namespace puts a new tree in its place."""
+
+    __slots__ = ("blocks", "busy", "committed", "live", "space")
+
+    def __init__(self, space: Namespace) -> None:
+        self.space = space
+        self.blocks: dict[bytes, Block] = {}
+        self.committed = 0  # blocks, visible while live
+        self.busy = 0  # leases and open reservations
+        self.live = True
+
+    def run(self, digests: Sequence[bytes]) -> list[Block]:
+        """The committed blocks from ``digests[0]`` on; ends where one is missing or breaks the chain."""
+        get = self.blocks.get
+        found: list[Block] = []
+        before: Block | None = None
+        for digest in digests:
+            block = get(digest)
+            if (
+                block is None
+                or block.state != COMMITTED
+                or (before is not None and block.parent is not before)
+            ):
+                break
+            found.append(block)
+            before = block
+        return found
+
+
+class Block:
+    """Node of the tree and owner of one slot. ``crcs[layer]`` is the checksum given at store (uint32)."""
+
+    __slots__ = (
+        "child",
+        "crcs",
+        "digest",
+        "held",
+        "next",
+        "parent",
+        "previous",
+        "queued",
+        "rank",
+        "slab",
+        "slot",
+        "state",
+        "tree",
+        "writer",
+    )
+
+    def __init__(self, digest: bytes, tree: Tree, slab: Slab[Block], slot: int) -> None:
+        self.digest = digest
+        self.tree = tree
+        self.slab = slab
+        self.slot = slot
+        self.crcs = array("I", bytes(4 * tree.space.layers))
+        self.writer: Reservation | None = None  # while PENDING
+        self.state = PENDING
+        self.held = 0
+        self.rank = -math.inf
+        self.queued = False
+        self.parent: Block | None = None
+        self.child: Block | None = None  # the first; the others follow by ``next``
+        self.next: Block | None = None
+        self.previous: Block | None = None
+
+    @property
+    def evictable(self) -> bool:
+        return self.state == COMMITTED and self.child is None and self.held == 0
+
+    @property
+    def hidden(self) -> bool:
+        """Nobody can find it any more: evicted, aborted, or its namespace was cleared."""
+        return self.state == DOOMED or not self.tree.live
+
+    def __repr__(self) -> str:
+        state = ("pending", "complete", "committed", "doomed", "freed")[self.state]
+        return f"<block {self.digest.hex()[:12]} {state} held={self.held}>"
+
+
+def attach(block: Block, parent: Block | None) -> None:
+    """Make ``block`` a child of ``parent``, its holds included."""
+    block.parent = parent
+    if parent is None:
+        return
+    block.next = parent.child
+    if parent.child is not None:
+        parent.child.previous = block
+    parent.child = block
+    if block.held:
+        hold(parent)
+
+
+def detach(block: Block) -> None:
+    """Take ``block`` from its parent; it must not be held, or the parent must be held otherwise."""
+    parent = block.parent
+    if parent is None:
+        return
+    if block.previous is not None:
+        block.previous.next = block.next
+    else:
+        parent.child = block.next
+    if block.next is not None:
+        block.next.previous = block.previous
+    block.parent = block.next = block.previous = None
+    if block.held:
+        parent.held -= 1
+
+
+def hold(block: Block) -> None:
+    """Keep ``block`` and its ancestors where they are until :func:`unhold`."""
+    node: Block | None = block
+    while node is not None:
+        node.held += 1
+        if node.held > 1:
+            return
+        node.slab.held += 1
+        node = node.parent
+
+
+def unhold(block: Block) -> list[Block]:
+    """Undo one :func:`hold`. Returns the blocks that nothing holds any more, deepest first."""
+    loose: list[Block] = []
+    node: Block | None = block
+    while node is not None:
+        node.held -= 1
+        if node.held:
+            break
+        node.slab.held -= 1
+        loose.append(node)
+        node = node.parent
+    return loose
+
+
+def subtree(block: Block) -> list[Block]:
+    """``block`` and all its descendants, parents before children."""
+    nodes = [block]
+    for node in nodes:  # grows while it is walked
+        child = node.child
+        while child is not None:
+            nodes.append(child)
+            child = child.next
+    return nodes

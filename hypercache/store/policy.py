@@ -1,0 +1,106 @@
+"""Who goes first: the ordering of eviction, apart from the mechanics of it.
+
+Everything that can be evicted carries a ``rank``: the lowest goes first. A policy only sets ranks; the
+index sees to it that a prefix outlives its suffixes, whatever the ranks say.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Iterable
+from typing import Generic, Protocol, TypeVar
+
+
+class Ranked(Protocol):
+    """A candidate. ``queued`` is true while it has an entry in a :class:`ColdQueue`, and belongs to that."""
+
+    rank: float
+    queued: bool
+
+    @property
+    def evictable(self) -> bool: ...
+
+
+class Place(Protocol):
+    """Where a candidate lies: it is as hot as the hottest in it."""
+
+    rank: float
+
+
+class Placed(Protocol):
+    rank: float
+
+    @property
+    def slab(self) -> Place: ...
+
+
+class Policy(Protocol):
+    def use(self, blocks: Iterable[Placed], now: float) -> None:
+        """``blocks`` were stored or found at ``now``: set their ranks, and raise their slabs' to match.
+
+        All ancestors of a used block are passed too, so ranks need never rise from parent to child.
+        """
+
+
+class Lru:
+    """Least recently used: the rank is the time of the last use, in seconds."""
+
+    def use(self, blocks: Iterable[Placed], now: float) -> None:
+        for block in blocks:
+            block.rank = now
+            block.slab.rank = now
+
+
+Item = TypeVar("Item", bound=Ranked)
+
+
+class ColdQueue(Generic[Item]):
+    """Finds the evictable item of lowest rank in O(log n); ranks may rise without telling the queue.
+
+    A heap with at most one entry per item. Entries are looked at only when they surface: an item that
+    cannot be evicted is dropped (push it again when it can), one whose rank has risen sinks back.
+    """
+
+    __slots__ = ("_dead", "_heap", "_seq")
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, int, Item]] = []
+        self._seq = 0  # among equals, first in first out; and items are never compared
+        self._dead = 0
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._dead
+
+    def push(self, item: Item) -> None:
+        """Enter an evictable item. Nothing happens if it is in already."""
+        if not item.queued:
+            item.queued = True
+            self._seq += 1
+            heapq.heappush(self._heap, (item.rank, self._seq, item))
+
+    def coldest(self) -> Item | None:
+        """The evictable item of lowest rank; it stays in."""
+        heap = self._heap
+        while heap:
+            rank, seq, item = heap[0]
+            if not item.queued:
+                heapq.heappop(heap)
+                self._dead -= 1
+            elif not item.evictable:
+                heapq.heappop(heap)
+                item.queued = False
+            elif item.rank > rank:
+                heapq.heapreplace(heap, (item.rank, seq, item))
+            else:
+                return item
+        return None
+
+    def forget(self, item: Item) -> None:
+        """The item is gone for good. Its entry is dropped when half of the heap is such entries."""
+        if item.queued:
+            item.queued = False
+            self._dead += 1
+            if self._dead * 2 > len(self._heap) + 64:
+                self._heap = [entry for entry in self._heap if entry[2].queued]
+                heapq.heapify(self._heap)
+                self._dead = 0

@@ -1,0 +1,236 @@
+"""Space for blocks: gives slots, takes them back, and decides what goes when there is no room.
+
+Two limits hold apart from each other: the arena's regions, and a budget for the index that describes them.
+"""
+
+from __future__ import annotations
+
+from hypercache.store.arena import Arena, SizeClass, Slab
+from hypercache.store.index import (
+    COMMITTED,
+    DOOMED,
+    FREED,
+    PENDING,
+    Block,
+    Tree,
+    detach,
+    subtree,
+    unhold,
+)
+from hypercache.store.policy import ColdQueue
+
+BLOCK_OVERHEAD = 1024  # index bytes charged per block ...
+LAYER_OVERHEAD = 4  # ... and per layer of it (its checksum). tests/store/test_memory.py measures both.
+_REAP_ON_DEMAND = 64
+
+
+def index_nbytes(layers: int) -> int:
+    """Bytes charged to the index for one block."""
+    return BLOCK_OVERHEAD + LAYER_OVERHEAD * layers
+
+
+class Room:
+    """Owns the arena and the order of eviction. Counts what is in it; all counts are of live blocks."""
+
+    def __init__(self, arena: Arena[Block], index_capacity: int) -> None:
+        self.arena = arena
+        self.index_capacity = index_capacity
+        self.index_used = 0
+        self.blocks = 0  # with a slot, in any state
+        self.visible = 0
+        self.visible_nbytes = 0
+        self.evicted = 0
+        self._leaves: dict[int, ColdQueue[Block]] = {}  # per slot size
+        self._slabs: ColdQueue[Slab[Block]] = ColdQueue()
+        self._dead: list[Tree] = []  # cleared, not yet freed
+
+    # -- in
+
+    def place(self, tree: Tree, digest: bytes) -> Block | None:
+        """A new pending block with a slot, not yet in the tree. None: everything left is held."""
+        klass = self.arena.size_class(tree.space.nbytes)
+        if klass is None:
+            return None
+        charge = index_nbytes(tree.space.layers)
+        if self._dead:
+            self.reap(_REAP_ON_DEMAND)
+        while self.index_used + charge > self.index_capacity:
+            if not self._evict_coldest():
+                return None
+        found = self.arena.allocate(klass)
+        while found is None:
+            if not self._evict_for(klass):
+                return None
+            found = self.arena.allocate(klass)
+        slab, slot = found
+        block = Block(digest, tree, slab, slot)
+        slab.owners[slot] = block
+        self.index_used += charge
+        self.blocks += 1
+        return block
+
+    def committed(self, block: Block) -> None:
+        """``block`` and what was complete and waited for it become visible."""
+        waiting = [block]
+        for node in waiting:
+            node.state = COMMITTED
+            node.tree.committed += 1
+            self.visible += 1
+            self.visible_nbytes += node.tree.space.nbytes
+            self._offer(node)
+            child = node.child
+            while child is not None:
+                if child.state != PENDING:
+                    waiting.append(child)
+                child = child.next
+
+    # -- held
+
+    def drop_hold(self, block: Block) -> None:
+        """End one hold on ``block``. What nothing holds any more can be evicted; if hidden, it goes now."""
+        for node in unhold(block):
+            if node.state == FREED:  # it only waited for the one below it
+                continue
+            if node.slab.held == 0:
+                self._slabs.push(node.slab)
+            if node.child is None:
+                if node.hidden:
+                    self._free(node)
+                else:
+                    self._offer(node)
+
+    def _offer(self, block: Block) -> None:
+        if block.evictable:
+            size = block.slab.klass.nbytes
+            queue = self._leaves.get(size)
+            if queue is None:
+                queue = self._leaves[size] = ColdQueue()
+            queue.push(block)
+
+    # -- out
+
+    def doom(self, block: Block) -> tuple[int, list[Block]]:
+        """Hide ``block`` and all behind it; free what is not held. Returns how many were visible, and those
+        that were being written: their writers are still to be told."""
+        nodes = subtree(block)
+        count = 0
+        pending: list[Block] = []
+        for node in nodes:
+            blocks = node.tree.blocks
+            if blocks.get(node.digest) is node:
+                del blocks[node.digest]
+            if node.state == COMMITTED:
+                count += self._hide(node)
+            elif node.state == PENDING:
+                pending.append(node)
+            node.state = DOOMED
+        for node in reversed(nodes):
+            if node.state == DOOMED and node.held == 0 and node.child is None:
+                self._free(node)
+        return count, pending
+
+    def _hide(self, block: Block) -> int:
+        tree = block.tree
+        tree.committed -= 1
+        if not tree.live:
+            return 0
+        self.visible -= 1
+        self.visible_nbytes -= tree.space.nbytes
+        return 1
+
+    def _free(self, block: Block) -> None:
+        """Free a childless block that nothing holds, and hidden ancestors that only waited for it."""
+        node: Block | None = block
+        while node is not None:
+            parent = node.parent
+            detach(node)
+            tree = node.tree
+            if tree.blocks.get(node.digest) is node:
+                del tree.blocks[node.digest]
+            if node.state == COMMITTED:
+                self._hide(node)
+            self.index_used -= index_nbytes(tree.space.layers)
+            self.blocks -= 1
+            if node.queued:
+                self._leaves[node.slab.klass.nbytes].forget(node)
+            node.state = FREED
+            self.arena.release(node.slab, node.slot)
+            if node.slab.used == 0:
+                self._slabs.forget(node.slab)
+            if parent is None or parent.child is not None or parent.held:
+                return
+            if not parent.hidden:
+                self._offer(parent)
+                return
+            node = parent
+
+    def clear(self, tree: Tree) -> tuple[int, int]:
+        """Hide a whole tree at once; :meth:`reap` frees it step by step. Returns visible blocks and bytes."""
+        count, nbytes = tree.committed, tree.committed * tree.space.nbytes
+        tree.live = False
+        self.visible -= count
+        self.visible_nbytes -= nbytes
+        if tree.blocks:
+            self._dead.append(tree)
+        return count, nbytes
+
+    def reap(self, steps: int) -> None:
+        """Free up to ``steps`` blocks of cleared trees. Youngest first: children come after their parents, so
+        nearly each step frees one; what is held is freed when its last hold ends."""
+        while self._dead and steps:
+            tree = self._dead[-1]
+            while tree.blocks and steps:
+                steps -= 1
+                _, block = tree.blocks.popitem()
+                if block.held == 0 and block.child is None:
+                    self._free(block)
+            if not tree.blocks:
+                self._dead.pop()
+
+    # -- who has to go
+
+    def _evict(self, block: Block) -> None:
+        count, _ = self.doom(block)
+        self.evicted += count
+
+    def _evict_coldest(self) -> bool:
+        """One leaf, of whatever class: the index is at its limit."""
+        leaves = [leaf for queue in self._leaves.values() if (leaf := queue.coldest()) is not None]
+        if not leaves:
+            return False
+        self._evict(min(leaves, key=lambda leaf: leaf.rank))
+        return True
+
+    def _evict_for(self, klass: SizeClass[Block]) -> bool:
+        """Make a slot, or a slab, of ``klass`` free: its coldest leaf, or all that lies in colder regions.
+
+        False: neither exists, everything is held.
+        """
+        queue = self._leaves.get(klass.nbytes)
+        leaf = None if queue is None else queue.coldest()
+        slab = self._slabs.coldest()
+        if leaf is not None and (slab is None or slab.rank >= leaf.rank):
+            self._evict(leaf)
+            return True
+        if klass.run == 1 and slab is not None:
+            self._empty(slab)
+            return True
+        window = self.arena.coldest_window(klass.run)
+        if leaf is not None and (window is None or window[0] >= leaf.rank):
+            self._evict(leaf)
+            return True
+        if window is None:
+            return False
+        for cold in window[1]:
+            self._empty(cold)
+        return True
+
+    def _empty(self, slab: Slab[Block]) -> None:
+        """Evict all blocks in ``slab`` and what hangs on them. None is held, so nothing behind is."""
+        for block in slab.owners.copy():
+            if block is not None and block.state != FREED:
+                self._evict(block)
+
+    def held_nbytes(self) -> int:
+        """Bytes in slots that leases, reservations or pins keep in place."""
+        return sum(slab.held * slab.klass.nbytes for slab in self.arena.slabs())

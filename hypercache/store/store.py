@@ -1,0 +1,470 @@
+"""What a node keeps in RAM (tier L2): blocks of K/V, found by digest, never half written, never orphaned.
+
+A pure state machine: no clock (``now`` is monotonic seconds, given by the caller and never falling), no
+network, no threads. Writing has two phases: ``reserve`` gives space, ``fill`` reports each layer chunk that
+is in place and verified; a block is visible once all its layers and its whole prefix are.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass
+
+from hypercache.errors import ConfigError, HyperCacheError, SpecError, StoreFull
+from hypercache.store.arena import MAX_CAPACITY, MIN_CAPACITY, Arena, region_nbytes
+from hypercache.store.holds import Batch, Hold, HoldEnded, Lease, Reason, Reservation, Skip
+from hypercache.store.index import COMMITTED, COMPLETE, DOOMED, FREED, Block, Tree, attach, detach, hold
+from hypercache.store.namespace import Namespace, NamespaceInfo
+from hypercache.store.policy import Lru, Policy
+from hypercache.store.room import Room
+
+INDEX_SHARE = 32  # 1/32 of the capacity is kept for the index: enough for blocks of 32 KiB and more
+_SWEEP_STEPS = 1024  # cleared blocks freed per sweep: a few milliseconds
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Plain counts; bytes. ``*_total`` only rise. bytes_used <= bytes_data, bytes_data + bytes_index_limit <=
+    capacity; bytes_stored <= bytes_used, the rest being rounding, blocks in writing, and hidden blocks."""
+
+    capacity: int
+    bytes_data: int  # size of the arena
+    bytes_used: int  # slots that have an owner, in any state
+    bytes_stored: int  # payload of visible blocks
+    bytes_held: int  # slots that leases, reservations and pins keep in place
+    bytes_index: int
+    bytes_index_limit: int
+    largest_free_run: int
+    blocks: int  # visible
+    blocks_hidden: int  # being written, waiting for their prefix, or waiting to be freed
+    namespaces: int
+    leases: int
+    reservations: int
+    committed_total: int
+    evicted_total: int  # for room; visible blocks only
+    removed_total: int  # by evict and clear
+    aborted_total: int  # reservations that ended uncommitted, for whatever reason
+    stalled_total: int  # of those: no progress for store_stall_s
+    expired_total: int  # leases that reached their limit
+
+
+class BlockStore:
+    """All blocks of one node, within ``capacity`` bytes for data and index together.
+
+    lease_limit_s: no lease lasts longer. store_stall_s: a writer without progress for so long is replaced.
+    Raises ConfigError for values out of range, MemoryUnavailable when the system gives no memory.
+    """
+
+    def __init__(
+        self,
+        capacity: int,
+        *,
+        max_namespaces: int = 4096,
+        lease_limit_s: float = 30.0,
+        store_stall_s: float = 5.0,
+        policy: Policy | None = None,
+    ) -> None:
+        if type(capacity) is not int or not MIN_CAPACITY <= capacity <= MAX_CAPACITY:
+            raise ConfigError(f"store capacity={capacity!r}: need {MIN_CAPACITY}..{MAX_CAPACITY} bytes")
+        if type(max_namespaces) is not int or max_namespaces < 1:
+            raise ConfigError(f"store max_namespaces={max_namespaces!r}: need an integer >= 1")
+        for name, value in (("lease_limit_s", lease_limit_s), ("store_stall_s", store_stall_s)):
+            if not 0 < value < math.inf:
+                raise ConfigError(f"store {name}={value!r}: need a finite number of seconds > 0")
+        self.capacity = capacity
+        self.max_namespaces = max_namespaces
+        self.lease_limit_s = lease_limit_s
+        self.store_stall_s = store_stall_s
+        self._policy: Policy = policy or Lru()
+        self._arena: Arena[Block] = Arena(capacity - capacity // INDEX_SHARE, region_nbytes(capacity))
+        self._room = Room(self._arena, capacity - self._arena.nbytes)
+        self._trees: dict[bytes, Tree] = {}  # by namespace; the one reserved in longest ago comes first
+        self._leases: dict[int, Lease] = {}
+        self._expiry: list[tuple[float, int]] = []
+        self._batches: dict[Batch, None] = {}
+        self._owned: dict[Hashable, dict[Hold, None]] = {}
+        self._next_lease = 1
+        self._committed = self._removed = self._aborted = self._stalled = self._expired = 0
+
+    # -- namespaces
+
+    def open_namespace(self, info: NamespaceInfo) -> Namespace:
+        """The handle for ``info``. It stays good for the life of the store, cleared or not.
+
+        Raises SpecError if the same digest is known with another geometry, StoreFull if there are
+        ``max_namespaces`` others and all are being read or written.
+        """
+        tree = self._trees.get(info.digest)
+        if tree is not None:
+            _same_geometry(tree.space.info, info)
+            return tree.space
+        space = Namespace(info)
+        self._plant(space)
+        return space
+
+    def _plant(self, space: Namespace) -> Tree:
+        """An empty tree for ``space``; the namespace unused for longest makes room for it."""
+        if len(self._trees) >= self.max_namespaces:
+            idle = next((tree for tree in self._trees.values() if not tree.busy), None)
+            if idle is None:
+                raise StoreFull(
+                    f"namespace {space.info.label!r}: all {self.max_namespaces} namespaces are in use; "
+                    "raise max_namespaces or try again later"
+                )
+            del self._trees[idle.space.info.digest]
+            self._removed += self._room.clear(idle)[0]
+        tree = self._trees[space.info.digest] = Tree(space)
+        return tree
+
+    def _tree(self, ns: Namespace) -> Tree | None:
+        tree = self._trees.get(ns.info.digest)
+        if tree is not None and tree.space is not ns:
+            _same_geometry(tree.space.info, ns.info)
+        return tree
+
+    # -- reading
+
+    def match(self, ns: Namespace, digests: Sequence[bytes], now: float) -> int:
+        """How many blocks of the chain ``digests`` are stored, counted from the first. Counts as a use, holds
+        nothing: they may be gone when you fetch them."""
+        return len(self._use(ns, digests, now))
+
+    def contains(self, ns: Namespace, digests: Sequence[bytes]) -> list[bool]:
+        """Which blocks are stored, each on its own. No use, no hold."""
+        tree = self._tree(ns)
+        if tree is None:
+            return [False] * len(digests)
+        found = map(tree.blocks.get, digests)
+        return [block is not None and block.state == COMMITTED for block in found]
+
+    def lease(
+        self, ns: Namespace, digests: Sequence[bytes], owner: Hashable, ttl_s: float, now: float
+    ) -> Lease:
+        """Hold the stored run from ``digests[0]`` on for ``ttl_s`` seconds, at most ``lease_limit_s``.
+
+        ``Lease.blocks`` may be shorter than asked, and empty. Raises ConfigError for a ttl that is not > 0.
+        """
+        if not ttl_s > 0:
+            raise ConfigError(f"lease ttl_s={ttl_s!r}: need a number of seconds > 0")
+        self._expire_leases(now)
+        blocks = self._use(ns, digests, now)
+        lease = Lease(owner, blocks, self._next_lease, now + min(ttl_s, self.lease_limit_s))
+        if lease.held_block is None:
+            lease.ended = "nothing found"
+            return lease
+        self._next_lease += 1
+        self._leases[lease.id] = lease
+        heapq.heappush(self._expiry, (lease.expires, lease.id))
+        self._take(lease, lease.held_block)
+        return lease
+
+    def release(self, lease: Lease) -> None:
+        """End a lease: its own hold and no other. Doing it again changes nothing."""
+        self._end(lease, "released")
+
+    def chunk(self, block: Block, layer: int) -> memoryview:
+        """The encoded bytes of one layer of a leased block, read-only, in place.
+
+        Raises HoldEnded if the block is gone because its lease has ended, SpecError for an unknown layer.
+        """
+        if block.state == FREED:
+            raise HoldEnded(f"block {block.digest.hex()[:12]} is gone: its lease has ended; look it up again")
+        first, end = block.tree.space.span(layer)
+        return self._arena.readonly(block.slab, block.slot, first, end)
+
+    def _use(self, ns: Namespace, digests: Sequence[bytes], now: float) -> list[Block]:
+        tree = self._tree(ns)
+        blocks = [] if tree is None else tree.run(digests)
+        if blocks:
+            self._policy.use(blocks, now)
+            self._use_prefix(blocks[0], now)
+        return blocks
+
+    def _use_prefix(self, block: Block, now: float) -> None:
+        """The ancestors of a used block are used too: no block may rank above what it hangs on."""
+        above: list[Block] = []
+        node = block.parent
+        while node is not None and node.rank < now:
+            above.append(node)
+            node = node.parent
+        if above:
+            self._policy.use(above, now)
+
+    # -- writing
+
+    def reserve(
+        self, ns: Namespace, parent: bytes | None, digests: Sequence[bytes], owner: Hashable, now: float
+    ) -> list[Reservation | Skip]:
+        """Space for the chain ``parent`` -> ``digests[0]`` -> ...; ``parent`` None: a prompt begins here.
+
+        One entry per digest, in order. Evicts what is used least; never what is held, never a prefix before
+        its suffixes. Raises SpecError for malformed digests, before anything is reserved.
+        """
+        for digest in (*digests, *(() if parent is None else (parent,))):
+            if type(digest) is not bytes or not 16 <= len(digest) <= 64:
+                raise SpecError("a block digest must be 16..64 bytes; see hypercache.keys")
+        tree = self._tree(ns)
+        if tree is None:
+            tree = self._plant(ns)
+        else:  # to the end: used last
+            self._trees[ns.info.digest] = self._trees.pop(ns.info.digest)
+        self._expire_leases(now)
+        batch = Batch(now)
+        before = None if parent is None else tree.blocks.get(parent)
+        reason: Reason | None = "orphan" if parent is not None and before is None else None
+        if ns.nbytes > self._arena.nbytes:
+            reason = "too_large"
+        if before is not None:
+            self._policy.use((before,), now)
+            self._use_prefix(before, now)
+        out: list[Reservation | Skip] = []
+        for digest in digests:
+            block = tree.blocks.get(digest)
+            if block is not None:
+                self._policy.use((block,), now)
+                entry = self._rewrite(block, batch, owner, now)
+                before, reason = tree.blocks[digest], None
+            elif reason is not None:
+                entry = Skip(reason)
+            else:
+                entry = self._write(tree, digest, before, batch, owner, now)
+                if isinstance(entry, Reservation):
+                    before = entry.block
+                else:
+                    reason = entry.reason
+            out.append(entry)
+        if batch.open:
+            self._batches[batch] = None
+        return out
+
+    def _write(
+        self, tree: Tree, digest: bytes, before: Block | None, batch: Batch, owner: Hashable, now: float
+    ) -> Reservation | Skip:
+        if before is not None:
+            hold(before)  # or making room could take the very prefix
+        block = self._room.place(tree, digest)
+        entry: Reservation | Skip = Skip("full")
+        if block is not None:
+            attach(block, before)
+            tree.blocks[digest] = block
+            self._policy.use((block,), now)
+            entry = self._reservation(block, batch, owner)
+        if before is not None:
+            self._room.drop_hold(before)
+        return entry
+
+    def _rewrite(self, old: Block, batch: Batch, owner: Hashable, now: float) -> Reservation | Skip:
+        """A digest that is known already: skip it, or take it over from a writer that stalled."""
+        writer = old.writer
+        if writer is None:
+            return Skip("exists" if old.state == COMMITTED else "pending")
+        if writer.batch is batch or now - writer.batch.progress < self.store_stall_s:
+            return Skip("pending")
+        block = old
+        if writer.pins:  # someone may still write into the old slot: leave it to them, take another
+            found = self._room.place(old.tree, old.digest)
+            if found is None:
+                return Skip("full")
+            block = found
+            attach(block, old.parent)
+            old.tree.blocks[old.digest] = block
+            self._policy.use((block,), now)
+        entry = self._reservation(block, batch, owner)
+        while block is not old and old.child is not None:
+            child = old.child
+            detach(child)
+            attach(child, block)
+        if block is not old:
+            old.writer = None
+            old.state = DOOMED
+        self._stalled += 1
+        self._close(writer, "taken over: the writer had stalled")
+        return entry
+
+    def _reservation(self, block: Block, batch: Batch, owner: Hashable) -> Reservation:
+        reservation = Reservation(owner, block, batch, self._arena)
+        block.writer = reservation
+        batch.open[reservation] = None
+        self._take(reservation, block)
+        return reservation
+
+    def fill(self, reservation: Reservation, layer: int, crc: int, now: float) -> bool:
+        """The chunk of ``layer`` is in place and matches ``crc`` (uint32; the caller has verified that).
+
+        True when this was the last layer missing: the block becomes visible, at once or together with the
+        prefix it waits for. Raises HoldEnded for a late fill (aborted, taken over, cleared), SpecError.
+        """
+        block = reservation.block
+        if not reservation.ended and not block.tree.live:
+            self.abort(reservation, "its namespace was cleared")
+        if reservation.ended:
+            raise HoldEnded(
+                f"late fill of block {block.digest.hex()[:12]}: {reservation.ended}; nothing is stored"
+            )
+        block.tree.space.span(layer)
+        if not 0 <= crc < 1 << 32:
+            raise SpecError(f"checksum {crc} of layer {layer} is not a uint32")
+        block.crcs[layer] = crc
+        reservation.filled |= 1 << layer
+        reservation.batch.progress = now
+        if reservation.filled != (1 << block.tree.space.layers) - 1:
+            return False
+        block.writer = None
+        block.state = COMPLETE
+        self._committed += 1
+        if block.parent is None or block.parent.state == COMMITTED:
+            self._room.committed(block)
+        self._close(reservation, "committed")
+        return True
+
+    def abort(self, reservation: Reservation, why: str = "aborted") -> None:
+        """Give a reservation up, and what was reserved on it. Changes nothing after its end, or twice."""
+        if not reservation.ended:
+            self._remove(reservation.block, why)
+
+    # -- pins
+
+    def pin(self, held: Lease | Reservation) -> None:
+        """A transport reads or writes its memory from now on: it has no other owner before :meth:`unpin`,
+        even if the hold ends. Raises HoldEnded if it has ended already."""
+        if held.ended:
+            raise HoldEnded(f"cannot pin {held!r}: {held.ended}")
+        held.pins += 1
+
+    def unpin(self, held: Lease | Reservation) -> None:
+        """Undo one :meth:`pin`. Raises HyperCacheError if there is none left."""
+        if not held.pins:
+            raise HyperCacheError(f"unpin without pin: {held!r}; call it once per pin")
+        held.pins -= 1
+        self._let_go(held)
+
+    # -- removal
+
+    def evict(self, ns: Namespace, digests: Sequence[bytes]) -> int:
+        """Remove blocks and all that continue them; what is being written there is aborted.
+
+        Returns how many were visible. Leased ones are invisible at once and freed after their last lease.
+        """
+        tree = self._tree(ns)
+        found = [] if tree is None else [block for d in digests if (block := tree.blocks.get(d)) is not None]
+        count = sum(self._remove(block, "evicted") for block in found if block.state < DOOMED)
+        self._removed += count
+        return count
+
+    def clear(self, ns: Namespace) -> tuple[int, int]:
+        """Remove all blocks of a namespace, in time that does not depend on their number; :meth:`sweep` frees
+        them. What is being written can never become visible. Returns visible blocks and their bytes."""
+        tree = self._tree(ns)
+        if tree is None:
+            return 0, 0
+        self._trees[ns.info.digest] = Tree(tree.space)
+        count, nbytes = self._room.clear(tree)
+        self._removed += count
+        return count, nbytes
+
+    def drop_owner(self, owner: Hashable) -> None:
+        """A client is gone: its leases end and its reservations abort."""
+        for held in list(self._owned.get(owner, ())):
+            if isinstance(held, Reservation):
+                self.abort(held, "its owner is gone")
+            else:
+                self._end(held, "its owner is gone")
+
+    def sweep(self, now: float) -> None:
+        """Housekeeping, every second or so: expired leases, stalled writers, some of what was cleared."""
+        self._expire_leases(now)
+        for batch in [b for b in self._batches if now - b.progress >= self.store_stall_s]:
+            while batch.open:
+                self._stalled += 1
+                self.abort(next(iter(batch.open)), "the writer had stalled")
+        self._room.reap(_SWEEP_STEPS)
+
+    def _expire_leases(self, now: float) -> None:
+        while self._expiry and self._expiry[0][0] <= now:
+            lease = self._leases.get(heapq.heappop(self._expiry)[1])
+            if lease is not None:
+                self._expired += 1
+                self._end(lease, "expired")
+
+    def _remove(self, block: Block, why: str) -> int:
+        count, pending = self._room.doom(block)
+        for node in pending:
+            writer, node.writer = node.writer, None
+            if writer is not None:
+                self._close(writer, why)
+        return count
+
+    # -- the ends of holds
+
+    def _take(self, held: Lease | Reservation, block: Block) -> None:
+        self._owned.setdefault(held.owner, {})[held] = None
+        block.tree.busy += 1
+        hold(block)
+
+    def _close(self, reservation: Reservation, why: str) -> None:
+        reservation.batch.open.pop(reservation, None)
+        if not reservation.batch.open:
+            self._batches.pop(reservation.batch, None)
+        if why != "committed":
+            self._aborted += 1
+        self._end(reservation, why)
+
+    def _end(self, held: Hold, why: str) -> None:
+        if held.ended:
+            return
+        held.ended = why
+        if isinstance(held, Lease):
+            self._leases.pop(held.id, None)
+        mine = self._owned[held.owner]
+        del mine[held]
+        if not mine:
+            del self._owned[held.owner]
+        self._let_go(held)
+
+    def _let_go(self, held: Hold) -> None:
+        block = held.held_block
+        if held.ended and not held.pins and block is not None:
+            held.held_block = None
+            block.tree.busy -= 1
+            self._room.drop_hold(block)
+
+    # -- numbers
+
+    def stats(self) -> StoreStats:
+        room = self._room
+        return StoreStats(
+            capacity=self.capacity,
+            bytes_data=self._arena.nbytes,
+            bytes_used=self._arena.used,
+            bytes_stored=room.visible_nbytes,
+            bytes_held=room.held_nbytes(),
+            bytes_index=room.index_used,
+            bytes_index_limit=room.index_capacity,
+            largest_free_run=self._arena.largest_free_run(),
+            blocks=room.visible,
+            blocks_hidden=room.blocks - room.visible,
+            namespaces=len(self._trees),
+            leases=len(self._leases),
+            reservations=sum(len(batch.open) for batch in self._batches),
+            committed_total=self._committed,
+            evicted_total=room.evicted,
+            removed_total=self._removed,
+            aborted_total=self._aborted,
+            stalled_total=self._stalled,
+            expired_total=self._expired,
+        )
+
+    def close(self) -> None:
+        """Give the memory back. Nothing may be called afterwards."""
+        self._arena.close()
+
+
+def _same_geometry(known: NamespaceInfo, other: NamespaceInfo) -> None:
+    if known != other:
+        raise SpecError(
+            f"namespace {other.label!r} has the digest of {known.label!r} but another geometry: "
+            f"{other.codec}, {other.block_size} tokens, {sum(other.chunk_nbytes)} bytes per block against {known.codec}, "
+            f"{known.block_size} tokens, {sum(known.chunk_nbytes)} bytes; the digest must commit to all of it"
+        )
