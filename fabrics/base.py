@@ -52,7 +52,8 @@ class Sink:
 
     ``landed(n)``, if given, is called as bytes arrive with the running total, so that a checksum can be
     computed while they are still in the CPU's cache. ``closed(complete)`` is called exactly once when the
-    channel will never write to the views again: only then may their memory have another owner.
+    channel will never write to the views again: only then may their memory have another owner. For a
+    complete payload it comes just before :meth:`Handler.on_payload`.
     """
 
     __slots__ = ("closed", "landed", "nbytes", "views")
@@ -125,7 +126,7 @@ class Channel(abc.ABC):
     @property
     @abc.abstractmethod
     def state(self) -> str:
-        """"open", "closing" or "closed"."""
+        """ "open", "closing" or "closed"."""
 
     @abc.abstractmethod
     def send(self, frame: Outgoing) -> None:
@@ -182,8 +183,9 @@ class Fabric(abc.ABC):
         self.limits = limits or Limits()
 
     @abc.abstractmethod
-    async def connect(self, uri: str, handler: Handler, *, timeout: float) -> Channel:
-        """Open a channel within ``timeout`` seconds. Raises AddressError, ConnectFailed, FabricUnavailable."""
+    async def connect(self, uri: str, handler: Handler, *, timeout: float) -> Channel:  # noqa: ASYNC109
+        """Open a channel within ``timeout`` seconds.
+        Raises AddressError, ConnectFailed, FabricUnavailable."""
 
     @abc.abstractmethod
     async def listen(self, uri: str, accept: AcceptCallback) -> Listener:
@@ -212,7 +214,8 @@ def schemes() -> list[str]:
 
 def fabric_for(uri: str, limits: Limits | None = None) -> Fabric:
     """The fabric for a URI such as ``tcp://host:7440``. Loaded on first use, so that RDMA libraries are not
-    touched by those who speak TCP. Raises AddressError for an unknown scheme, FabricUnavailable with the reason."""
+    touched by those who speak TCP.
+    Raises AddressError for an unknown scheme, FabricUnavailable with the reason."""
     scheme, separator, _ = uri.partition("://")
     if not separator:
         raise AddressError(f"{uri!r} is not a fabric URI; write SCHEME://ADDRESS with one of {schemes()}")

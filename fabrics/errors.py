@@ -49,3 +49,7 @@ class FrameChecksum(FrameError):
 
 class PeerGoodbye(ChannelClosed):
     """The peer closed the channel and said why."""
+
+
+class ForkedProcess(ChannelClosed):
+    """The channel belongs to the parent process; connect in the child, or start it with 'spawn'."""

@@ -1,0 +1,175 @@
+"""``loop://name``: both ends in one event loop. Payload is copied once, from lent views into the sink's."""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+
+from fabrics.base import AcceptCallback, Channel, Fabric, Frame, Handler, Limits, Listener, Outgoing
+from fabrics.buffers import Cursor
+from fabrics.channel import BUDGET, CHUNK, FrameChannel
+from fabrics.errors import AddressError, ChannelClosed, ConnectFailed
+from fabrics.framing import HEADER_NBYTES, Goodbye, check_lengths
+
+_listeners: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, LoopbackListener]]
+_listeners = weakref.WeakKeyDictionary()
+
+
+def _name(uri: str) -> str:
+    scheme, _, name = uri.partition("://")
+    if scheme != LoopbackFabric.scheme or not name or "/" in name:
+        raise AddressError(f"{uri!r} is not a loopback address; write loop://NAME")
+    return name
+
+
+class LoopbackFabric(Fabric):
+    """Channels between parties of one event loop, found by name."""
+
+    scheme = "loop"
+
+    async def connect(self, uri: str, handler: Handler, *, timeout: float) -> Channel:  # noqa: ASYNC109
+        name = _name(uri)
+        listener = _listeners.get(asyncio.get_running_loop(), {}).get(name)
+        if listener is None:
+            raise ConnectFailed(f"{uri}: nobody listens on this name in this event loop")
+        ours = LoopbackChannel(f"loop://{name}#client", f"loop://{name}", self.limits)
+        theirs = LoopbackChannel(f"loop://{name}", f"loop://{name}#client", listener.limits)
+        ours._other, theirs._other = theirs, ours
+        try:
+            their_handler = listener.accept(theirs)
+        except Exception as error:
+            raise ConnectFailed(f"{uri}: the listener refused the channel: {error}") from error
+        ours.start(handler)
+        theirs.start(their_handler)
+        return ours
+
+    async def listen(self, uri: str, accept: AcceptCallback) -> Listener:
+        return LoopbackListener(_name(uri), accept, self.limits)
+
+
+class LoopbackListener(Listener):
+    """A name under which channels are accepted, until closed."""
+
+    def __init__(self, name: str, accept: AcceptCallback, limits: Limits) -> None:
+        names = _listeners.setdefault(asyncio.get_running_loop(), {})
+        if name in names:
+            raise AddressError(
+                f"cannot listen on loop://{name}: EADDRINUSE, the name is taken in this event loop"
+            )
+        names[name] = self
+        self._names = names
+        self._name = name
+        self.uris = [f"loop://{name}"]
+        self.accept = accept
+        self.limits = limits
+
+    async def close(self) -> None:
+        if self._names.get(self._name) is self:
+            del self._names[self._name]
+
+
+class LoopbackChannel(FrameChannel):
+    """One end. It moves its own output into the other end's sinks, a budget at a time."""
+
+    _other: LoopbackChannel
+
+    def __init__(self, local: str, peer: str, limits: Limits) -> None:
+        super().__init__(local, peer, limits)
+        self._frame: Outgoing | None = None  # being moved
+        self._cursor = Cursor(())
+        self._woken = False
+
+    def start(self, handler: Handler) -> None:
+        self._attach(handler)
+
+    def _wake(self) -> None:
+        if not self._woken:
+            self._woken = True
+            self._loop.call_soon(self._move)
+
+    def _owed(self) -> tuple[bool, bool]:
+        return self._frame is not None or bool(self._outbox), False
+
+    def _detach(self, goodbye: Outgoing | None) -> list[Outgoing]:
+        lost = [] if self._frame is None else [self._frame]
+        self._frame = None
+        self._cursor = Cursor(())
+        error: Exception | None = ChannelClosed(f"{self.local} closed the channel without a goodbye")
+        if goodbye is not None:
+            error = Goodbye.parse(memoryview(goodbye.body)).error(self.local)
+        self._soon(self._other._left, error)
+        return lost
+
+    def _left(self, error: Exception | None) -> None:
+        """The other end is gone."""
+        self._finish(None if self._flushed else error)
+
+    def _move(self) -> None:
+        """Bring output to the other end until the budget is spent, nothing is left, or it must wait."""
+        self._woken = False
+        budget = BUDGET
+        try:
+            while budget > 0 and self._state != "closed" and not self._other._choked:
+                if self._frame is None and not self._begin():
+                    return
+                budget -= self._step()
+        except Exception as error:
+            self._fail(error)
+            return
+        if self._state != "closed" and not self._other._choked:
+            self._wake()
+
+    def _begin(self) -> bool:
+        """Take up the next frame and deliver its head."""
+        choked = self._choked
+        loaded = self._pull(lambda frame: (frame, Cursor(frame.payload)))
+        if loaded is None:
+            return False
+        frame, cursor = loaded
+        self._frame, self._cursor = frame, cursor
+        head = HEADER_NBYTES + len(frame.body)
+        self.stats.bytes_out += head
+        other = self._other
+        other.stats.bytes_in += head
+        if choked:
+            other._wake()  # it waits for our queue to shrink
+        other._receive(Frame(frame.type, frame.flags, frame.request_id, memoryview(frame.body), cursor.left))
+        return True
+
+    def _receive(self, frame: Frame) -> None:
+        if self._state == "closed":
+            return
+        try:
+            check_lengths(frame.type, len(frame.body), frame.payload_nbytes, self._limits, self.peer)
+            self._dispatch(frame)
+        except Exception as error:
+            self._fail(error)
+
+    def _step(self) -> int:
+        """Move up to a chunk of the present frame; give it back when all of it has gone. Returns bytes."""
+        moved = self._copy()
+        if self._frame is None:  # a callback closed the channel
+            return moved
+        if moved:
+            self._cursor.advance(moved)
+            self.stats.bytes_out += moved
+        if not self._cursor.left:
+            frame, self._frame = self._frame, None
+            self._sent(frame)
+        return max(moved, HEADER_NBYTES)
+
+    def _copy(self) -> int:
+        moved = 0
+        for view in self._cursor.peek(CHUNK):
+            self._other._place(view)
+            moved += len(view)
+        return moved
+
+    def _place(self, data: memoryview) -> None:
+        if self._state == "closed":
+            return
+        self.stats.bytes_in += len(data)
+        try:
+            self._inbound.fill(data)
+        except Exception as error:
+            self._fail(error)
