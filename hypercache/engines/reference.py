@@ -1,0 +1,278 @@
+"""A small causal transformer in NumPy: the engine that every other part is checked against.
+
+Llama's shape (RMSNorm, grouped-query attention, RoPE, SwiGLU) at any depth and width, with seeded random
+weights, so that it needs no model and no framework. It works layer by layer and keeps K/V in
+:class:`hypercache.kv.KVBuffers`, in place: the cache fills the head of the buffers, :meth:`forward` the rest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from hypercache.engines import LayerReady
+from hypercache.errors import SpecError
+from hypercache.identity import commit
+from hypercache.kv import KVBuffers
+from hypercache.model import KVDtype, KVLayout, LayerGroup, ModelSpec, Part, RopeSpec
+
+Array = npt.NDArray[Any]
+_QUERIES = 256  # attended at a time, which bounds the scores to heads x 256 x tokens
+
+
+@dataclass(frozen=True, slots=True)
+class ReferenceConfig:
+    """Shape of a reference model.
+
+    ``kv_dtype`` is what K/V are rounded to before anyone attends to them, as in engines whose cache is
+    narrower than their arithmetic (``dtype``: "float32" or "float64").
+    """
+
+    layers: int = 4
+    hidden: int = 64
+    heads: int = 4
+    kv_heads: int = 2
+    head_dim: int = 16
+    mlp: int = 160
+    vocab: int = 512
+    theta: float = 10000.0
+    rotary_dim: int | None = None  # None: the whole head
+    interleaved: bool = False
+    dtype: str = "float32"
+    kv_dtype: KVDtype = KVDtype.FP32
+    eps: float = 1e-6
+
+    def __post_init__(self) -> None:
+        for name in ("layers", "hidden", "heads", "kv_heads", "head_dim", "mlp", "vocab"):
+            if getattr(self, name) < 1:
+                raise SpecError(f"ReferenceConfig.{name} must be >= 1, got {getattr(self, name)}")
+        if self.heads % self.kv_heads:
+            raise SpecError(
+                f"ReferenceConfig: {self.heads} heads cannot share {self.kv_heads} K/V heads evenly"
+            )
+        if self.rotary % 2 or not 0 < self.rotary <= self.head_dim:
+            raise SpecError(
+                f"ReferenceConfig.rotary_dim must be even, in 2..{self.head_dim}, got {self.rotary}"
+            )
+        if self.dtype not in ("float32", "float64"):
+            raise SpecError(f"ReferenceConfig.dtype must be 'float32' or 'float64', got {self.dtype!r}")
+        if self.kv_dtype.is_fp8:
+            raise SpecError(
+                "ReferenceConfig.kv_dtype: the reference engine keeps no fp8 K/V; use fp32, fp16 or bf16"
+            )
+
+    @property
+    def rotary(self) -> int:
+        return self.head_dim if self.rotary_dim is None else self.rotary_dim
+
+
+class Layer(NamedTuple):
+    """Weights of one layer, each ``(inputs, outputs)``; gains are vectors."""
+
+    attention_gain: Array
+    q: Array
+    k: Array
+    v: Array
+    o: Array
+    mlp_gain: Array
+    gate: Array
+    up: Array
+    down: Array
+
+
+class ReferenceModel:
+    """A model made of ``config`` and ``seed``: the same two give the same weights on every machine."""
+
+    def __init__(self, config: ReferenceConfig | None = None, seed: int = 0) -> None:
+        self.config = config = config or ReferenceConfig()
+        rng = np.random.Generator(np.random.PCG64(seed))
+
+        def matrix(rows: int, columns: int) -> Array:
+            drawn: Array = rng.standard_normal((rows, columns), np.float32) * rows**-0.5
+            return drawn.astype(config.dtype)
+
+        def gain() -> Array:
+            return (1 + 0.1 * rng.standard_normal(config.hidden, np.float32)).astype(config.dtype)
+
+        wide, narrow = config.heads * config.head_dim, config.kv_heads * config.head_dim
+        self.embedding = rng.standard_normal((config.vocab, config.hidden), np.float32).astype(config.dtype)
+        self.layers = [
+            Layer(
+                attention_gain=gain(),
+                q=matrix(config.hidden, wide),
+                k=matrix(config.hidden, narrow),
+                v=matrix(config.hidden, narrow),
+                o=matrix(wide, config.hidden),
+                mlp_gain=gain(),
+                gate=matrix(config.hidden, config.mlp),
+                up=matrix(config.hidden, config.mlp),
+                down=matrix(config.mlp, config.hidden),
+            )
+            for _ in range(config.layers)
+        ]
+        self.final_gain = gain()
+        self.head = matrix(config.hidden, config.vocab)
+        self.spec = self._spec()
+
+    def _spec(self) -> ModelSpec:
+        config = self.config
+        digest = hashlib.blake2b(digest_size=32)
+        for array in (
+            self.embedding,
+            *(w for layer in self.layers for w in layer),
+            self.final_gain,
+            self.head,
+        ):
+            digest.update(commit("reference.array", {"shape": array.shape, "dtype": str(array.dtype)}))
+            digest.update(np.ascontiguousarray(array).data)
+        digest.update(commit("reference.norm", {"eps": config.eps}))
+        layout = KVLayout(
+            "split",
+            config.kv_heads,
+            (Part("k", config.head_dim), Part("v", config.head_dim)),
+            config.kv_dtype,
+        )
+        rope = RopeSpec("default", config.theta, config.rotary, config.interleaved)
+        group = LayerGroup(tuple(range(config.layers)), layout, rope)
+        return ModelSpec(digest.digest(), (group,), name="reference")
+
+    def run(
+        self, ids: Sequence[int] | Array, kv: KVBuffers, start: int, layer_ready: LayerReady | None = None
+    ) -> Array:
+        """Logits ``(vocab,)`` after ``ids`` at positions ``start..``; :meth:`forward` of one sequence's tail.
+
+        Raises SpecError where nothing is left to compute: a cache holds no logits.
+        """
+        new = np.asarray(ids)
+        if len(new) == 0:
+            raise SpecError("no token to compute; leave at least the prompt's last one out of the past")
+        return self.logits(self.forward(new, kv, start, layer_ready)[-1])
+
+    def forward(self, ids: Array, kv: KVBuffers, start: int, layer_ready: LayerReady | None = None) -> Array:
+        """Hidden states ``(len(ids), hidden)`` of positions ``start..``; writes their K/V into ``kv``."""
+        if kv.spec != self.spec:
+            raise SpecError(
+                f"these K/V belong to another model ({kv.spec.name!r}); their weights or shape differ"
+            )
+        if kv.tokens < start + len(ids):
+            raise SpecError(
+                f"K/V with room for {kv.tokens} tokens cannot take positions {start}..{start + len(ids)}"
+            )
+        if len(ids) and not (ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < self.config.vocab):
+            raise SpecError(f"token ids must be integers in 0..{self.config.vocab - 1}")
+        x: Array = self.embedding[ids.astype(np.intp)]
+        angles = rope_angles(self.spec.groups[0].rope, np.arange(start, start + len(ids)), self.config.dtype)
+        for i in range(self.config.layers):
+            q, k, v = self.project(i, x, angles)
+            if layer_ready is not None:
+                layer_ready(i)
+            self.keep(i, kv, start, k, v)
+            x = x + self.attend(i, q, kv, start)
+            x = x + self.mlp(i, x)
+        return rms_norm(x, self.final_gain, self.config.eps)
+
+    def project(self, i: int, x: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
+        """q ``(heads, n, dim)``, k and v ``(kv_heads, n, dim)`` of layer ``i``; q and k are rotated."""
+        config, layer = self.config, self.layers[i]
+        normed = rms_norm(x, layer.attention_gain, config.eps)
+        q = _split_heads(normed @ layer.q, config.heads)
+        k = _split_heads(normed @ layer.k, config.kv_heads)
+        v = _split_heads(normed @ layer.v, config.kv_heads)
+        return rotate(q, angles, config.interleaved), rotate(k, angles, config.interleaved), v
+
+    def keep(self, i: int, kv: KVBuffers, start: int, k: Array, v: Array) -> None:
+        """Round new K/V to the cache's dtype and put them at ``start``."""
+        for target, new in zip(kv.layer(i), (k, v), strict=True):
+            target[:, start : start + new.shape[1]] = to_storage(new, self.config.kv_dtype)
+
+    def attend(self, i: int, q: Array, kv: KVBuffers, start: int) -> Array:
+        """Causal attention of layer ``i`` over all positions up to each query's own: ``(n, hidden)``."""
+        config = self.config
+        n = q.shape[1]
+        keys, values = (
+            from_storage(part[:, : start + n], config.kv_dtype, config.dtype) for part in kv.layer(i)
+        )
+        grouped = q.reshape(config.kv_heads, -1, n, config.head_dim)
+        out = np.empty_like(grouped)
+        for at in range(0, n, _QUERIES):
+            stop = min(at + _QUERIES, n)
+            seen = start + stop
+            scores = grouped[:, :, at:stop] @ keys[:, None, :seen].swapaxes(-1, -2) * config.head_dim**-0.5
+            future = np.arange(seen) > np.arange(start + at, seen)[:, None]
+            scores[..., future] = -np.inf
+            out[:, :, at:stop] = _softmax(scores) @ values[:, None, :seen]
+        mixed: Array = out.reshape(config.heads, n, -1).swapaxes(0, 1).reshape(n, -1) @ self.layers[i].o
+        return mixed
+
+    def mlp(self, i: int, x: Array) -> Array:
+        """SwiGLU (Shazeer 2020, arXiv:2002.05202) of layer ``i``: ``(n, hidden)``."""
+        layer = self.layers[i]
+        normed = rms_norm(x, layer.mlp_gain, self.config.eps)
+        gate = normed @ layer.gate
+        out: Array = (gate / (1 + np.exp(-gate)) * (normed @ layer.up)) @ layer.down
+        return out
+
+    def logits(self, hidden: Array) -> Array:
+        """``(..., vocab)`` from final hidden states."""
+        out: Array = hidden @ self.head
+        return out
+
+
+def rms_norm(x: Array, gain: Array, eps: float) -> Array:
+    """Root mean square norm over the last axis (Zhang and Sennrich 2019, arXiv:1910.07467)."""
+    scale: Array = np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
+    return x / scale * gain
+
+
+def rope_angles(rope: RopeSpec, positions: Array, dtype: str) -> tuple[Array, Array]:
+    """cos and sin, each ``(n, rotary_dim / 2)``. Angles are formed in float64: float32 ones are off by 1e-4
+    at positions of a few thousand."""
+    rates = rope.theta ** (-np.arange(0, rope.rotary_dim, 2, dtype=np.float64) / rope.rotary_dim)
+    angles = positions.astype(np.float64)[:, None] * rates
+    return np.cos(angles).astype(dtype), np.sin(angles).astype(dtype)
+
+
+def rotate(x: Array, angles: tuple[Array, Array], interleaved: bool) -> Array:
+    """Apply RoPE to the first ``rotary_dim`` elements of ``(heads, n, dim)``; pairs are ``(j, j + half)``, or
+    ``(2j, 2j + 1)`` when interleaved."""
+    cos, sin = angles
+    half = cos.shape[1]
+    out = x.copy()
+    if interleaved:
+        first, second = slice(0, 2 * half, 2), slice(1, 2 * half, 2)
+    else:
+        first, second = slice(0, half), slice(half, 2 * half)
+    out[..., first] = x[..., first] * cos - x[..., second] * sin
+    out[..., second] = x[..., second] * cos + x[..., first] * sin
+    return out
+
+
+def to_storage(x: Array, dtype: KVDtype) -> Array:
+    """Floats rounded to ``dtype`` (to nearest, ties to even), as the storage dtype that carries its bits."""
+    if dtype is not KVDtype.BF16:
+        return x.astype(dtype.storage)
+    bits = np.ascontiguousarray(x, np.float32).view(np.uint32)
+    return ((bits + (0x7FFF + ((bits >> 16) & 1))) >> 16).astype(np.uint16)
+
+
+def from_storage(x: Array, dtype: KVDtype, compute: str) -> Array:
+    """The reverse; without a copy where the dtypes agree."""
+    if dtype is KVDtype.BF16:
+        x = (x.astype(np.uint32) << 16).view(np.float32)
+    return x.astype(compute, copy=False)
+
+
+def _split_heads(x: Array, heads: int) -> Array:
+    return x.reshape(x.shape[0], heads, -1).swapaxes(0, 1)
+
+
+def _softmax(scores: Array) -> Array:
+    scores = scores - scores.max(axis=-1, keepdims=True)
+    np.exp(scores, out=scores)
+    scores /= scores.sum(axis=-1, keepdims=True)
+    return scores

@@ -1,0 +1,198 @@
+"""Hugging Face Transformers as an engine: any causal LM with RoPE and full attention, on the CPU.
+
+Only the public cache API is used: a ``DynamicCache`` whose layers keep their K/V in
+:class:`hypercache.kv.KVBuffers`. What the cache fetched is attended to where it lies, what the model
+computes is written next to it, and storing it needs no copy. (A plain ``DynamicLayer`` copies the whole
+past for each step, since it grows by concatenation.)
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from transformers import DynamicCache
+from transformers.cache_utils import DynamicLayer
+
+from hypercache.engines import LayerReady
+from hypercache.engines.weights import weights_fingerprint
+from hypercache.errors import SpecError
+from hypercache.identity import commit
+from hypercache.kv import KVBuffers
+from hypercache.model import Adapter, KVDtype, ModelSpec
+
+Array = npt.NDArray[Any]
+
+_DTYPES = {torch.float32: KVDtype.FP32, torch.float16: KVDtype.FP16, torch.bfloat16: KVDtype.BF16}
+
+
+class TransformersEngine:
+    """One loaded model.
+
+    weights: digest (>= 16 bytes) or checkpoint path: the identity of the K/V. None hashes the parameters in
+        memory (about a second per GB), which is right whatever was done to them after loading.
+    adapter: required with ``weights`` when the model carries adapter layers, since they change the K/V.
+    Raises SpecError that names what the cache cannot carry: encoder-decoders, models without RoPE, sliding
+    windows, recurrent or otherwise unknown cache layers, other dtypes, devices other than the CPU.
+    """
+
+    def __init__(
+        self, model: Any, *, weights: bytes | str | Path | None = None, adapter: Adapter | None = None
+    ) -> None:
+        name = type(model).__name__
+        config = model.config
+        if getattr(config, "is_encoder_decoder", False):
+            raise SpecError(f"{name} is an encoder-decoder; only decoder-only causal models are supported")
+        if model.device.type != "cpu":
+            raise SpecError(
+                f"{name} is on {model.device}; this engine hands over host memory: use model.to('cpu')"
+            )
+        if model.dtype not in _DTYPES:
+            raise SpecError(f"{name} computes in {model.dtype}; supported: {', '.join(map(str, _DTYPES))}")
+        if weights is not None and adapter is None and hasattr(model, "peft_config"):
+            raise SpecError(
+                f"{name} carries adapter layers: pass adapter=Adapter(name, digest), or weights=None"
+            )
+        _check_cache_layers(name, DynamicCache(config=config))
+        if weights is None:
+            digest = _parameters_digest(model)
+        else:
+            digest = weights if isinstance(weights, bytes) else weights_fingerprint(Path(weights))
+        self.model = model
+        self.spec = ModelSpec.from_hf_config(
+            config, weights=digest, dtype=_DTYPES[model.dtype], adapter=adapter, name=name
+        )
+        for group in self.spec.groups:
+            if group.rope.kind == "none":
+                raise SpecError(f"{name} has no rotary position embedding; only RoPE models are supported")
+        self._last_only = (
+            {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        )
+
+    def run(
+        self, ids: Sequence[int] | Array, kv: KVBuffers, start: int, layer_ready: LayerReady | None = None
+    ) -> Array:
+        """Logits ``(vocab,)``, float32, after ``ids`` at positions ``start..``; their K/V go into ``kv``."""
+        new = torch.from_numpy(np.array(ids, np.int64))[None]
+        if new.shape[1] == 0:
+            raise SpecError("no token to compute; leave at least the prompt's last one out of the past")
+        if kv.tokens < start + new.shape[1]:
+            raise SpecError(
+                f"K/V with room for {kv.tokens} tokens cannot take positions {start}..{start + new.shape[1]}"
+            )
+        cache = self.inject(kv, start, layer_ready)
+        with torch.inference_mode():
+            logits = self.model(input_ids=new, cache=cache, use_cache=True, **self._last_only).logits
+        out: Array = logits[0, -1].float().numpy()
+        return out
+
+    def inject(self, kv: KVBuffers, tokens: int, layer_ready: LayerReady | None = None) -> Any:
+        """A ``DynamicCache`` over ``kv`` whose first ``tokens`` positions are filled; for ``run`` and for the
+        model's own ``generate``. New K/V go into ``kv`` while there is room, then into memory of the cache.
+        """
+        if kv.spec != self.spec:
+            raise SpecError(
+                f"these K/V belong to another model ({kv.spec.name!r}); its weights or shape differ"
+            )
+        if not 0 <= tokens <= kv.tokens:
+            raise SpecError(f"{tokens} filled tokens are outside the 0..{kv.tokens} that these K/V hold")
+        cache = DynamicCache(config=self.model.config)
+        cache.layers = []
+        for i in range(self.spec.num_layers):
+            keys, values = map(_to_torch, kv.layer(i))
+            cache.layers.append(
+                _HostLayer(keys, values, tokens, partial(layer_ready, i) if layer_ready else None)
+            )
+        return cache
+
+    def extract(self, cache: Any, tokens: int | None = None) -> KVBuffers:
+        """The first ``tokens`` positions (default all) of a one-sequence ``DynamicCache``, as views.
+
+        Raises SpecError that names the layer: batches, unknown cache layers, K/V that do not fit ``spec``.
+        """
+        _check_cache_layers(type(self.model).__name__, cache)
+        layers = []
+        for i, layer in enumerate(cache.layers):
+            if not layer.is_initialized:
+                raise SpecError(f"layer {i} of the cache is empty; run the model with use_cache=True first")
+            if layer.keys.shape[0] != 1:
+                raise SpecError(
+                    f"layer {i}: the cache holds a batch of {layer.keys.shape[0]}; hand over one sequence"
+                )
+            layers.append([_to_numpy(i, tensor[0]) for tensor in (layer.keys, layer.values)])
+        kv = KVBuffers.wrap(self.spec, layers)
+        return kv if tokens is None else kv.window(0, tokens)
+
+
+class _HostLayer(DynamicLayer):  # type: ignore[misc]
+    """A ``DynamicLayer`` in memory allocated once: ``[1, heads, room, dim]``, ``filled`` tokens in use."""
+
+    def __init__(
+        self, keys: torch.Tensor, values: torch.Tensor, filled: int, arrived: Callable[[], object] | None
+    ) -> None:
+        super().__init__()
+        self.dtype, self.device = keys.dtype, keys.device
+        self._room = (keys, values)
+        self._arrived = arrived
+        self.keys, self.values = keys[:, :, :filled], values[:, :, :filled]
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        if self._arrived is not None:
+            arrived, self._arrived = self._arrived, None
+            arrived()
+        start = self.keys.shape[-2]
+        stop = start + key_states.shape[-2]
+        # Beam search replaces ``keys`` by copies; those no longer lie in the room.
+        at_home = self.keys.untyped_storage().data_ptr() == self._room[0].untyped_storage().data_ptr()
+        if not at_home or key_states.shape[0] != 1 or stop > self._room[0].shape[-2]:
+            grown: tuple[torch.Tensor, torch.Tensor] = super().update(
+                key_states, value_states, *args, **kwargs
+            )
+            return grown
+        for room, new in zip(self._room, (key_states, value_states), strict=True):
+            room[:, :, start:stop] = new
+        self.keys, self.values = (room[:, :, :stop] for room in self._room)
+        return self.keys, self.values
+
+
+def _check_cache_layers(name: str, cache: Any) -> None:
+    if not isinstance(cache, DynamicCache):
+        raise SpecError(f"{name}: the cache is a {type(cache).__name__}; only DynamicCache is supported")
+    for i, layer in enumerate(cache.layers):
+        if type(layer) not in (DynamicLayer, _HostLayer):
+            raise SpecError(
+                f"{name}: layer {i} keeps a {type(layer).__name__}; "
+                "only full attention (DynamicLayer) is supported"
+            )
+
+
+def _to_torch(array: Array) -> torch.Tensor:
+    tensor = torch.from_numpy(array)[None]
+    return tensor.view(torch.bfloat16) if array.dtype == np.uint16 else tensor
+
+
+def _to_numpy(layer: int, tensor: torch.Tensor) -> Array:
+    if tensor.device.type != "cpu":
+        raise SpecError(f"layer {layer} is on {tensor.device}; move the cache to host memory first")
+    tensor = tensor.detach()
+    out: Array = (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
+    return out
+
+
+def _parameters_digest(model: Any) -> bytes:
+    digest = hashlib.blake2b(digest_size=32)
+    for name, tensor in sorted(model.state_dict().items()):
+        fields = {"name": name, "dtype": str(tensor.dtype), "shape": tuple(tensor.shape)}
+        digest.update(commit("transformers.parameter", fields))
+        digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+    return digest.digest()
