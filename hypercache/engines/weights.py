@@ -164,7 +164,7 @@ def _read_json(path: Path, remedy: str) -> dict[str, Any]:
         found = json.loads(path.read_bytes())
     except FileNotFoundError:
         raise SpecError(f"{path} does not exist; {remedy}") from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise SpecError(f"{path} cannot be read as JSON: {error}; {remedy}") from None
     if not isinstance(found, dict):
         raise SpecError(f"{path} must hold a JSON object; {remedy}")
@@ -218,7 +218,7 @@ def _tensor_ranges(path: Path, fd: int, size: int) -> list[_Range]:
                 raise ValueError(name)
             shape = tuple(int(dim) for dim in entry["shape"])
             ranges.append(_Range(name, str(entry["dtype"]), shape, 8 + length + first, stop - first))
-    except (ValueError, TypeError, KeyError, AttributeError):
+    except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         raise SpecError(f"{path}: {remedy}") from None
     return ranges
 
@@ -295,9 +295,14 @@ class _Cache:
         entry = json.dumps({"records": records, "check": self._check(stat, records)})
         try:
             file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.NamedTemporaryFile("w", dir=file.parent, delete=False) as new:
-                new.write(entry)
-            Path(new.name).replace(file)
+            handle, name = tempfile.mkstemp(dir=file.parent)
+            new = Path(name)
+            try:
+                with os.fdopen(handle, "w") as out:
+                    out.write(entry)
+                new.replace(file)
+            finally:
+                new.unlink(missing_ok=True)
         except OSError:
             return  # a read-only or full home costs a second reading next time, nothing else
 
