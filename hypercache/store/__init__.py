@@ -5,7 +5,8 @@ from hypercache.store.holds import HoldEnded, Lease, Reservation, Skip
 from hypercache.store.index import Block
 from hypercache.store.limits import memory_limit
 from hypercache.store.namespace import Namespace, NamespaceInfo
-from hypercache.store.store import BlockStore, StoreStats
+from hypercache.store.stats import StoreStats
+from hypercache.store.store import BlockStore
 
 __all__ = [
     "Block",

@@ -7,47 +7,21 @@ is in place and verified; a block is visible once all its layers and its whole p
 
 from __future__ import annotations
 
-import heapq
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
 
 from hypercache.errors import ConfigError, HyperCacheError, SpecError, StoreFull
 from hypercache.store.arena import MAX_CAPACITY, MIN_CAPACITY, Arena, region_nbytes
-from hypercache.store.holds import Batch, Hold, HoldEnded, Lease, Reason, Reservation, Skip
+from hypercache.store.holds import Batch, HoldEnded, Lease, Reason, Reservation, Skip
 from hypercache.store.index import COMMITTED, COMPLETE, DOOMED, FREED, Block, Tree, attach, detach, hold
+from hypercache.store.ledger import Ledger
 from hypercache.store.namespace import Namespace, NamespaceInfo
 from hypercache.store.policy import Lru, Policy
 from hypercache.store.room import Room
+from hypercache.store.stats import StoreStats
 
 INDEX_SHARE = 32  # 1/32 of the capacity is kept for the index: enough for blocks of 32 KiB and more
 _SWEEP_STEPS = 1024  # cleared blocks freed per sweep: a few milliseconds
-
-
-@dataclass(frozen=True, slots=True)
-class StoreStats:
-    """Plain counts; bytes. ``*_total`` only rise. bytes_used <= bytes_data, bytes_data + bytes_index_limit <=
-    capacity; bytes_stored <= bytes_used, the rest being rounding, blocks in writing, and hidden blocks."""
-
-    capacity: int
-    bytes_data: int  # size of the arena
-    bytes_used: int  # slots that have an owner, in any state
-    bytes_stored: int  # payload of visible blocks
-    bytes_held: int  # slots that leases, reservations and pins keep in place
-    bytes_index: int
-    bytes_index_limit: int
-    largest_free_run: int
-    blocks: int  # visible
-    blocks_hidden: int  # being written, waiting for their prefix, or waiting to be freed
-    namespaces: int
-    leases: int
-    reservations: int
-    committed_total: int
-    evicted_total: int  # for room; visible blocks only
-    removed_total: int  # by evict and clear
-    aborted_total: int  # reservations that ended uncommitted, for whatever reason
-    stalled_total: int  # of those: no progress for store_stall_s
-    expired_total: int  # leases that reached their limit
 
 
 class BlockStore:
@@ -80,13 +54,9 @@ class BlockStore:
         self._policy: Policy = policy or Lru()
         self._arena: Arena[Block] = Arena(capacity - capacity // INDEX_SHARE, region_nbytes(capacity))
         self._room = Room(self._arena, capacity - self._arena.nbytes)
-        self._trees: dict[bytes, Tree] = {}  # by namespace; the one reserved in longest ago comes first
-        self._leases: dict[int, Lease] = {}
-        self._expiry: list[tuple[float, int]] = []
-        self._batches: dict[Batch, None] = {}
-        self._owned: dict[Hashable, dict[Hold, None]] = {}
-        self._next_lease = 1
-        self._committed = self._removed = self._aborted = self._stalled = self._expired = 0
+        self._trees: dict[bytes, Tree] = {}  # by namespace; the one used longest ago comes first
+        self._ledger = Ledger(self._room)
+        self._removed = 0
 
     # -- namespaces
 
@@ -124,6 +94,10 @@ class BlockStore:
             _same_geometry(tree.space.info, ns.info)
         return tree
 
+    def _used_last(self, tree: Tree) -> None:
+        digest = tree.space.info.digest
+        self._trees[digest] = self._trees.pop(digest)
+
     # -- reading
 
     def match(self, ns: Namespace, digests: Sequence[bytes], now: float) -> int:
@@ -148,21 +122,13 @@ class BlockStore:
         """
         if not ttl_s > 0:
             raise ConfigError(f"lease ttl_s={ttl_s!r}: need a number of seconds > 0")
-        self._expire_leases(now)
+        self._ledger.expire(now)
         blocks = self._use(ns, digests, now)
-        lease = Lease(owner, blocks, self._next_lease, now + min(ttl_s, self.lease_limit_s))
-        if lease.held_block is None:
-            lease.ended = "nothing found"
-            return lease
-        self._next_lease += 1
-        self._leases[lease.id] = lease
-        heapq.heappush(self._expiry, (lease.expires, lease.id))
-        self._take(lease, lease.held_block)
-        return lease
+        return self._ledger.lease(owner, blocks, now + min(ttl_s, self.lease_limit_s))
 
     def release(self, lease: Lease) -> None:
         """End a lease: its own hold and no other. Doing it again changes nothing."""
-        self._end(lease, "released")
+        self._ledger.end(lease, "released")
 
     def chunk(self, block: Block, layer: int) -> memoryview:
         """The encoded bytes of one layer of a leased block, read-only, in place.
@@ -177,7 +143,8 @@ class BlockStore:
     def _use(self, ns: Namespace, digests: Sequence[bytes], now: float) -> list[Block]:
         tree = self._tree(ns)
         blocks = [] if tree is None else tree.run(digests)
-        if blocks:
+        if tree is not None and blocks:
+            self._used_last(tree)
             self._policy.use(blocks, now)
             self._use_prefix(blocks[0], now)
         return blocks
@@ -206,11 +173,13 @@ class BlockStore:
             if type(digest) is not bytes or not 16 <= len(digest) <= 64:
                 raise SpecError("a block digest must be 16..64 bytes; see hypercache.keys")
         tree = self._tree(ns)
-        if tree is None:
-            tree = self._plant(ns)
-        else:  # to the end: used last
-            self._trees[ns.info.digest] = self._trees.pop(ns.info.digest)
-        self._expire_leases(now)
+        if tree is None:  # it had to make room for others
+            try:
+                tree = self._plant(ns)
+            except StoreFull:
+                return [Skip("full")] * len(digests)
+        self._used_last(tree)
+        self._ledger.expire(now)
         batch = Batch(now)
         before = None if parent is None else tree.blocks.get(parent)
         reason: Reason | None = "orphan" if parent is not None and before is None else None
@@ -235,8 +204,6 @@ class BlockStore:
                 else:
                     reason = entry.reason
             out.append(entry)
-        if batch.open:
-            self._batches[batch] = None
         return out
 
     def _write(
@@ -250,7 +217,7 @@ class BlockStore:
             attach(block, before)
             tree.blocks[digest] = block
             self._policy.use((block,), now)
-            entry = self._reservation(block, batch, owner)
+            entry = self._ledger.reservation(owner, block, batch, self._arena)
         if before is not None:
             self._room.drop_hold(before)
         return entry
@@ -271,7 +238,7 @@ class BlockStore:
             attach(block, old.parent)
             old.tree.blocks[old.digest] = block
             self._policy.use((block,), now)
-        entry = self._reservation(block, batch, owner)
+        entry = self._ledger.reservation(owner, block, batch, self._arena)
         while block is not old and old.child is not None:
             child = old.child
             detach(child)
@@ -279,16 +246,9 @@ class BlockStore:
         if block is not old:
             old.writer = None
             old.state = DOOMED
-        self._stalled += 1
-        self._close(writer, "taken over: the writer had stalled")
+        self._ledger.stalled += 1
+        self._ledger.end(writer, "taken over: the writer had stalled")
         return entry
-
-    def _reservation(self, block: Block, batch: Batch, owner: Hashable) -> Reservation:
-        reservation = Reservation(owner, block, batch, self._arena)
-        block.writer = reservation
-        batch.open[reservation] = None
-        self._take(reservation, block)
-        return reservation
 
     def fill(self, reservation: Reservation, layer: int, crc: int, now: float) -> bool:
         """The chunk of ``layer`` is in place and matches ``crc`` (uint32; the caller has verified that).
@@ -313,10 +273,10 @@ class BlockStore:
             return False
         block.writer = None
         block.state = COMPLETE
-        self._committed += 1
+        self._ledger.committed += 1
         if block.parent is None or block.parent.state == COMMITTED:
             self._room.committed(block)
-        self._close(reservation, "committed")
+        self._ledger.end(reservation, "committed")
         return True
 
     def abort(self, reservation: Reservation, why: str = "aborted") -> None:
@@ -338,7 +298,7 @@ class BlockStore:
         if not held.pins:
             raise HyperCacheError(f"unpin without pin: {held!r}; call it once per pin")
         held.pins -= 1
-        self._let_go(held)
+        self._ledger.let_go(held)
 
     # -- removal
 
@@ -366,74 +326,32 @@ class BlockStore:
 
     def drop_owner(self, owner: Hashable) -> None:
         """A client is gone: its leases end and its reservations abort."""
-        for held in list(self._owned.get(owner, ())):
+        for held in self._ledger.owned_by(owner):
             if isinstance(held, Reservation):
                 self.abort(held, "its owner is gone")
             else:
-                self._end(held, "its owner is gone")
+                self._ledger.end(held, "its owner is gone")
 
     def sweep(self, now: float) -> None:
         """Housekeeping, every second or so: expired leases, stalled writers, some of what was cleared."""
-        self._expire_leases(now)
-        for batch in [b for b in self._batches if now - b.progress >= self.store_stall_s]:
-            while batch.open:
-                self._stalled += 1
-                self.abort(next(iter(batch.open)), "the writer had stalled")
+        self._ledger.expire(now)
+        for writer in self._ledger.stalled_since(now - self.store_stall_s):
+            self._ledger.stalled += not writer.ended
+            self.abort(writer, "the writer had stalled")
         self._room.reap(_SWEEP_STEPS)
-
-    def _expire_leases(self, now: float) -> None:
-        while self._expiry and self._expiry[0][0] <= now:
-            lease = self._leases.get(heapq.heappop(self._expiry)[1])
-            if lease is not None:
-                self._expired += 1
-                self._end(lease, "expired")
 
     def _remove(self, block: Block, why: str) -> int:
         count, pending = self._room.doom(block)
         for node in pending:
             writer, node.writer = node.writer, None
             if writer is not None:
-                self._close(writer, why)
+                self._ledger.end(writer, why)
         return count
-
-    # -- the ends of holds
-
-    def _take(self, held: Lease | Reservation, block: Block) -> None:
-        self._owned.setdefault(held.owner, {})[held] = None
-        block.tree.busy += 1
-        hold(block)
-
-    def _close(self, reservation: Reservation, why: str) -> None:
-        reservation.batch.open.pop(reservation, None)
-        if not reservation.batch.open:
-            self._batches.pop(reservation.batch, None)
-        if why != "committed":
-            self._aborted += 1
-        self._end(reservation, why)
-
-    def _end(self, held: Hold, why: str) -> None:
-        if held.ended:
-            return
-        held.ended = why
-        if isinstance(held, Lease):
-            self._leases.pop(held.id, None)
-        mine = self._owned[held.owner]
-        del mine[held]
-        if not mine:
-            del self._owned[held.owner]
-        self._let_go(held)
-
-    def _let_go(self, held: Hold) -> None:
-        block = held.held_block
-        if held.ended and not held.pins and block is not None:
-            held.held_block = None
-            block.tree.busy -= 1
-            self._room.drop_hold(block)
 
     # -- numbers
 
     def stats(self) -> StoreStats:
-        room = self._room
+        room, ledger = self._room, self._ledger
         return StoreStats(
             capacity=self.capacity,
             bytes_data=self._arena.nbytes,
@@ -446,14 +364,14 @@ class BlockStore:
             blocks=room.visible,
             blocks_hidden=room.blocks - room.visible,
             namespaces=len(self._trees),
-            leases=len(self._leases),
-            reservations=sum(len(batch.open) for batch in self._batches),
-            committed_total=self._committed,
+            leases=ledger.leases_open,
+            reservations=ledger.reservations_open,
+            committed_total=ledger.committed,
             evicted_total=room.evicted,
             removed_total=self._removed,
-            aborted_total=self._aborted,
-            stalled_total=self._stalled,
-            expired_total=self._expired,
+            aborted_total=ledger.aborted,
+            stalled_total=ledger.stalled,
+            expired_total=ledger.expired,
         )
 
     def close(self) -> None:
@@ -465,6 +383,12 @@ def _same_geometry(known: NamespaceInfo, other: NamespaceInfo) -> None:
     if known != other:
         raise SpecError(
             f"namespace {other.label!r} has the digest of {known.label!r} but another geometry: "
-            f"{other.codec}, {other.block_size} tokens, {sum(other.chunk_nbytes)} bytes per block against {known.codec}, "
-            f"{known.block_size} tokens, {sum(known.chunk_nbytes)} bytes; the digest must commit to all of it"
+            f"{_geometry(other)} against {_geometry(known)}; the digest must commit to all of it"
         )
+
+
+def _geometry(info: NamespaceInfo) -> str:
+    nbytes = sum(info.chunk_nbytes)
+    return (
+        f"{info.codec}, {len(info.chunk_nbytes)} layers, {info.block_size} tokens, {nbytes} bytes per block"
+    )

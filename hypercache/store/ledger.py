@@ -1,0 +1,103 @@
+"""Who holds what: opens and ends leases and reservations, each exactly once."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Hashable
+
+from hypercache.store.arena import Arena
+from hypercache.store.holds import Batch, Hold, Lease, Reservation
+from hypercache.store.index import Block, hold
+from hypercache.store.room import Room
+
+
+class Ledger:
+    """All open holds, by owner and by end. A hold that has ended keeps its block only while it is pinned."""
+
+    def __init__(self, room: Room) -> None:
+        self._room = room
+        self._leases: dict[int, Lease] = {}
+        self._expiry: list[tuple[float, int]] = []
+        self._batches: dict[Batch, None] = {}
+        self._owned: dict[Hashable, dict[Hold, None]] = {}
+        self._next_lease = 1
+        self.committed = 0
+        self.aborted = 0
+        self.stalled = 0
+        self.expired = 0
+
+    @property
+    def leases_open(self) -> int:
+        return len(self._leases)
+
+    @property
+    def reservations_open(self) -> int:
+        return sum(len(batch.open) for batch in self._batches)
+
+    def lease(self, owner: Hashable, blocks: list[Block], expires: float) -> Lease:
+        """Hold a chain, by its last block. An empty chain gives a lease that has ended."""
+        lease = Lease(owner, blocks, self._next_lease, expires)
+        self._next_lease += 1
+        if not blocks:
+            lease.ended = "nothing was found"
+            return lease
+        self._leases[lease.id] = lease
+        # Ids, not leases: a lease released early must not keep its list of blocks alive until it expires.
+        heapq.heappush(self._expiry, (expires, lease.id))
+        self._take(lease, blocks[-1])
+        return lease
+
+    def reservation(self, owner: Hashable, block: Block, batch: Batch, arena: Arena[Block]) -> Reservation:
+        """Make ``owner`` the writer of a pending block."""
+        reservation = Reservation(owner, block, batch, arena)
+        block.writer = reservation
+        batch.open[reservation] = None
+        self._batches[batch] = None
+        self._take(reservation, block)
+        return reservation
+
+    def _take(self, held: Lease | Reservation, block: Block) -> None:
+        self._owned.setdefault(held.owner, {})[held] = None
+        block.tree.busy += 1
+        hold(block)
+
+    def end(self, held: Hold, why: str) -> None:
+        """End a hold. Changes nothing if it has ended already."""
+        if held.ended:
+            return
+        held.ended = why
+        if isinstance(held, Lease):
+            del self._leases[held.id]
+        elif isinstance(held, Reservation):
+            del held.batch.open[held]
+            if not held.batch.open:
+                del self._batches[held.batch]
+            self.aborted += why != "committed"
+        mine = self._owned[held.owner]
+        del mine[held]
+        if not mine:
+            del self._owned[held.owner]
+        self.let_go(held)
+
+    def let_go(self, held: Hold) -> None:
+        """Free what ``held`` kept, if it has ended and nothing is pinned."""
+        block = held.held_block
+        if held.ended and not held.pins and block is not None:
+            held.held_block = None
+            block.tree.busy -= 1
+            self._room.drop_hold(block)
+
+    def owned_by(self, owner: Hashable) -> list[Hold]:
+        return list(self._owned.get(owner, ()))
+
+    def expire(self, now: float) -> None:
+        """End the leases whose time is up."""
+        while self._expiry and self._expiry[0][0] <= now:
+            lease = self._leases.get(heapq.heappop(self._expiry)[1])
+            if lease is not None:
+                self.expired += 1
+                self.end(lease, "expired")
+
+    def stalled_since(self, then: float) -> list[Reservation]:
+        """Reservations in whose batch nothing has happened after ``then``."""
+        return [writer for batch in self._batches if batch.progress <= then for writer in batch.open]

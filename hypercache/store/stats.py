@@ -1,0 +1,31 @@
+"""The numbers of a store."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class StoreStats:
+    """Plain counts; bytes. ``*_total`` only rise. bytes_used <= bytes_data, bytes_data + bytes_index_limit <=
+    capacity; bytes_stored <= bytes_used, the rest being rounding, blocks in writing, and hidden blocks."""
+
+    capacity: int
+    bytes_data: int  # size of the arena
+    bytes_used: int  # slots that have an owner, in any state
+    bytes_stored: int  # payload of visible blocks
+    bytes_held: int  # slots that leases, reservations and pins keep in place
+    bytes_index: int
+    bytes_index_limit: int
+    largest_free_run: int
+    blocks: int  # visible
+    blocks_hidden: int  # being written, waiting for their prefix, or waiting to be freed
+    namespaces: int
+    leases: int
+    reservations: int
+    committed_total: int
+    evicted_total: int  # for room; visible blocks only
+    removed_total: int  # by evict and clear
+    aborted_total: int  # reservations that ended uncommitted, for whatever reason
+    stalled_total: int  # of those: no progress for store_stall_s
+    expired_total: int  # leases that reached their limit
