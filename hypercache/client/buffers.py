@@ -62,7 +62,7 @@ class ChunkPort(Protocol):
     def landing(self, layer: int, first: int, count: int) -> Landing: ...
 
     def lend(self, layer: int, first: int, count: int) -> tuple[memoryview, Callable[[], None]] | None:
-        """Encoded bytes of ``count`` chunks back to back, and what gives them back; None: no buffer is free."""
+        """Encoded bytes of ``count`` chunks back to back and what returns them; None: no buffer is free."""
 
 
 class ChunkBuffers:

@@ -450,7 +450,7 @@ class Client:
         return self._removed(await self._ask(question, deadline)).blocks
 
     async def clear(self, *, deadline: float | None = None) -> int:
-        """Remove the whole namespace, stores under way included; returns the blocks gone. Raises Unavailable."""
+        """Remove the whole namespace, running stores included; returns the blocks gone (or Unavailable)."""
         self._check_process()
         return self._removed(await self._ask(protocol.Clear(self._link.handle), deadline)).blocks
 

@@ -190,6 +190,14 @@ class Link:
     # --- channel events
 
     def on_frame(self, channel: Channel, frame: Frame) -> Sink | None:
+        try:
+            return self._on_frame(channel, frame)
+        except ProtocolError as error:
+            self._log.warning("the server broke the protocol", reason=str(error))
+            channel.abort(error)
+            return None
+
+    def _on_frame(self, channel: Channel, frame: Frame) -> Sink | None:
         operation = self._operations.get(frame.request_id)
         if operation is None:
             return None  # the answer to a request that was given up

@@ -84,7 +84,7 @@ class SyncSaving:
 
 
 class SyncClient:
-    """Same calls and values as :class:`Client`; may be used from several threads. See :func:`connect_sync`."""
+    """Same calls and values as :class:`Client`; usable from several threads. See :func:`connect_sync`."""
 
     def __init__(self, thread: _LoopThread, client: Client) -> None:
         self._thread = thread

@@ -22,7 +22,6 @@ HANDSHAKE_S = 5.0  # a connection that has not said HELLO by then is closed
 SWEEP_S = 0.1
 #: Kept back from the memory cap for sockets' staging, queues, the interpreter and its libraries.
 BUFFERS_SHARE, BUFFERS_MOST = 1 / 16, 128 << 20
-STORE_TOTALS = ("evictions", "commits", "aborts")
 
 
 class Node:
@@ -36,7 +35,7 @@ class Node:
         buffers = min(int(config.memory * BUFFERS_SHARE), BUFFERS_MOST)
         self._store = BlockStore(
             config.memory - buffers,
-            lease_limit_s=2 * config.lease_limit_s,
+            lease_limit_s=config.lease_limit_s,
             store_stall_s=config.store_stall_s,
         )
         self._context = Context(
@@ -53,7 +52,8 @@ class Node:
         self._tasks: list[asyncio.Task[None]] = []
         self._ready = False
         self._admin: AdminServer | None = None
-        self.metrics.watch_store(self._store_numbers, totals=STORE_TOTALS)
+        totals = [name for name in self._store_numbers() if name.endswith("_total")]
+        self.metrics.watch_store(self._store_numbers, totals=totals)
         if config.admin:
             self._admin = AdminServer(
                 config.admin, status=self.status, ready=lambda: self._ready, registry=self.metrics.registry
@@ -95,7 +95,7 @@ class Node:
         self._log.info("draining", connections=len(self._sessions), busy=busy, limit_s=self.config.drain_s)
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self.config.drain_s):
-                while any(session.busy for session in self._sessions):
+                while any(session.busy for session in self._sessions):  # noqa: ASYNC110 (once in a life)
                     await asyncio.sleep(0.01)
         closing = [session.channel.close() for session in self._sessions]
         with contextlib.suppress(TimeoutError):

@@ -7,6 +7,7 @@ the channel lives on; what breaks the protocol closes the channel and is counted
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -42,7 +43,14 @@ class Context:
     lease_limit_s: float
     draining: bool = False
     tenants: dict[bytes, dict[bytes, str]] = field(default_factory=dict)  # tenant id -> digest -> label
+    _closing: set[asyncio.Task[None]] = field(default_factory=set)
     _discard: memoryview = field(default_factory=lambda: memoryview(bytearray(64 << 10)))
+
+    def hang_up(self, channel: Channel) -> None:
+        """Close ``channel`` once what was said last is on its way."""
+        task = asyncio.get_running_loop().create_task(channel.close())
+        self._closing.add(task)
+        task.add_done_callback(self._closing.discard)
 
     def discard(self, size: int) -> memoryview:
         """Memory for bytes that nobody wants; shared, its content is meaningless."""
@@ -255,7 +263,11 @@ class Session:
         known[message.digest] = message.label
         self._handles.append(namespace)
         self.context.metrics.request("open", "ok")
-        self._answer(channel, request_id, protocol.Opened(len(self._handles) - 1, namespace.blocks, others))
+        self._answer(
+            channel,
+            request_id,
+            protocol.Opened(len(self._handles) - 1, self.context.store.count(namespace), others),
+        )
 
     def _match(self, channel: Channel, request_id: int, message: protocol.Match) -> None:
         namespace, digests = self._request(message.handle, message.digests)
@@ -273,9 +285,7 @@ class Session:
         self._admit(request_id)
         now = self.context.clock()
         seconds = min(max(message.deadline_ms, 1) / 1000, self.context.lease_limit_s)
-        # The lease outlives the deadline: a frame that is half sent when time is up still reads the arena.
-        # The channel's own stall limit ends it; then the stream gives the lease back.
-        lease = self.context.store.lease(namespace, digests, self, seconds + self.context.lease_limit_s, now)
+        lease = self.context.store.lease(namespace, digests, self, seconds, now)
         self.context.metrics.fetch_started(asked=len(digests), hit=len(lease.blocks))
         self._answer(channel, request_id, protocol.Fetching(len(lease.blocks)))
         stream = FetchStream(
@@ -368,7 +378,7 @@ class Session:
             self._answer(channel, request_id, protocol.Error(str(ErrorCode.MALFORMED), str(error)))
         except ChannelClosed:
             return
-        channel.abort(error)
+        self.context.hang_up(channel)
 
 
 __all__ = ["AGENT", "Context", "Session"]

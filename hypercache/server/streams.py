@@ -48,12 +48,11 @@ class FetchStream:
         self._layers = layers
         self._layer = layers.start
         self._block = 0
-        self._lent = 0  # frames whose bytes the channel may still read
 
     def next_frame(self) -> Outgoing | None:
         if self.outcome:
             return None
-        if self._clock() > self.deadline:
+        if self._clock() > self.deadline or self._lease.ended:
             self._end("deadline")
             return self._reply(protocol.Error(protocol.ErrorCode.DEADLINE, "the fetch ran out of time"))
         blocks = self._lease.blocks
@@ -71,12 +70,12 @@ class FetchStream:
         payload = [chunk(block, layer) for block in batch]
         crcs = tuple([block.crcs[layer] for block in batch])
         op, body = protocol.encode(protocol.Layer(layer, first, crcs))
-        self._lent += 1
+        self._store.pin(self._lease)
         self.bytes_sent += len(batch) * self._chunk_nbytes[layer]
         return Outgoing(op, self.request_id, body, payload, release=self._taken_back)
 
     def cancel(self) -> None:
-        """The client gave up or is gone. What is half sent keeps the lease until the channel is done with it."""
+        """The client gave up or is gone."""
         if not self.outcome:
             self._end("cancelled")
 
@@ -85,17 +84,12 @@ class FetchStream:
         return Outgoing(op, self.request_id, body)
 
     def _taken_back(self, sent: bool) -> None:
-        self._lent -= 1
-        self._maybe_release()
+        self._store.unpin(self._lease)
 
     def _end(self, outcome: str) -> None:
         self.outcome = outcome
+        self._store.release(self._lease)  # frames that are still lent out keep their pins
         self._finished(self)
-        self._maybe_release()
-
-    def _maybe_release(self) -> None:
-        if self.outcome and not self._lent:
-            self._store.release(self._lease)
 
 
 class PutSink(Sink):
@@ -187,7 +181,7 @@ class StoreStream:
             )
         indices = range(first, first + len(crcs))
         targets = {index: self._open[index] for index in indices if index in self._open}
-        targets = {index: target for index, target in targets.items() if target.writable}
+        targets = {index: target for index, target in targets.items() if not target.ended}
         if not targets:
             return None
         views = [
@@ -209,7 +203,7 @@ class StoreStream:
         bad = {sink.first + offset for offset in sink.verifier.bad}
         now = self._clock()
         for index, target in sink.targets.items():
-            if self._open.get(index) is not target:
+            if self._open.get(index) is not target or target.ended:
                 continue
             if index in bad:
                 self._settle(index, "corrupt")
@@ -220,7 +214,7 @@ class StoreStream:
 
     def drop_dead(self) -> None:
         """Forget reservations that ended without us: cleared, stalled, or their parent failed."""
-        for index in [index for index, target in self._open.items() if not target.writable]:
+        for index in [index for index, target in self._open.items() if target.ended]:
             self._settle(index, "aborted")
 
     def cancel(self) -> None:

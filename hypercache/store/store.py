@@ -113,6 +113,11 @@ class BlockStore:
         found = map(tree.blocks.get, digests)
         return [block is not None and block.state == COMMITTED for block in found]
 
+    def count(self, ns: Namespace) -> int:
+        """Visible blocks of a namespace."""
+        tree = self._tree(ns)
+        return 0 if tree is None else tree.committed
+
     def lease(
         self, ns: Namespace, digests: Sequence[bytes], owner: Hashable, ttl_s: float, now: float
     ) -> Lease:
