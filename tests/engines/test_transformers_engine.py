@@ -1,0 +1,260 @@
+"""Transformers models through their public cache API: exact reuse, no copies, refusals by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is an extra: pip install 'hypercache-llm[transformers]'")
+transformers = pytest.importorskip("transformers", reason="transformers is an extra")
+
+from hypercache.engines.transformers import TransformersEngine  # noqa: E402
+from hypercache.errors import SpecError  # noqa: E402
+from hypercache.kv import KVBuffers  # noqa: E402
+from hypercache.model import Adapter, KVDtype  # noqa: E402
+
+SMALL = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_hidden_layers": 3,
+    "intermediate_size": 96,
+    "vocab_size": 128,
+    "max_position_embeddings": 512,
+}
+GPT = {"n_embd": 64, "n_head": 4, "n_layer": 3, "vocab_size": 128, "bos_token_id": 1, "eos_token_id": 2}
+GQA = {**SMALL, "num_key_value_heads": 2}
+MLA = {
+    **SMALL,
+    "num_key_value_heads": 4,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 8,
+    "qk_nope_head_dim": 16,
+    "v_head_dim": 16,
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "n_group": 1,
+    "topk_group": 1,
+    "moe_intermediate_size": 32,
+    "first_k_dense_replace": 1,
+}
+YARN = {
+    "rope_type": "yarn",
+    "factor": 4.0,
+    "rope_theta": 10000.0,
+    "original_max_position_embeddings": 128,
+}
+SUPPORTED: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", GQA),
+    "llama yarn": ("LlamaConfig", {**GQA, "rope_parameters": YARN}),
+    "qwen2": ("Qwen2Config", GQA),
+    "qwen3, wide heads": ("Qwen3Config", {**GQA, "head_dim": 32}),
+    "mistral, one K/V head": ("MistralConfig", {**GQA, "num_key_value_heads": 1, "sliding_window": None}),
+    "gpt-neox, partial": ("GPTNeoXConfig", SMALL),
+    "gpt-j, interleaved": ("GPTJConfig", {**GPT, "rotary_dim": 8}),
+    "deepseek-v3, latent": ("DeepseekV3Config", MLA),
+}
+IDS = torch.randint(3, 120, (1, 50), generator=torch.Generator().manual_seed(7))
+
+
+def build(config: str, fields: dict[str, Any], dtype: Any = torch.float32) -> Any:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**fields))
+    return model.to(dtype).eval()
+
+
+@pytest.fixture(scope="module")
+def llama() -> TransformersEngine:
+    return TransformersEngine(build("LlamaConfig", GQA))
+
+
+def cold(engine: TransformersEngine, ids: Any = IDS) -> tuple[np.ndarray, Any]:
+    """The model alone, as its users run it."""
+    with torch.inference_mode():
+        cache = transformers.DynamicCache(config=engine.model.config)
+        logits = engine.model(input_ids=ids, cache=cache, use_cache=True).logits
+    return logits[0, -1].float().numpy(), cache
+
+
+def fetched(kv: KVBuffers, tokens: int, room: int) -> KVBuffers:
+    """Another process's memory with the first ``tokens`` in place and poison behind them."""
+    out = KVBuffers.allocate(kv.spec, room)
+    for i in range(kv.spec.num_layers):
+        for target, source in zip(out.layer(i), kv.layer(i), strict=True):
+            target.view(np.uint8)[:] = 0x7B
+            target[:, :tokens] = source[:, :tokens]
+    return out
+
+
+@pytest.mark.parametrize("case", SUPPORTED.values(), ids=SUPPORTED.keys())
+def test_extracted_prefix_injected_elsewhere_continues_exactly(case: tuple[str, dict[str, Any]]) -> None:
+    engine = TransformersEngine(build(*case))
+    logits, cache = cold(engine)
+    for past in (16, 48, 49):
+        kv = fetched(engine.extract(cache), past, 64)
+        got = engine.run(IDS[0, past:].tolist(), kv, past)
+        np.testing.assert_allclose(got, logits, atol=2e-6)
+        for i, layer in enumerate(cache.layers):  # what was computed lies next to what was fetched
+            for ours, theirs in zip(kv.layer(i), (layer.keys, layer.values), strict=True):
+                np.testing.assert_allclose(ours[:, :50], theirs[0].numpy(), atol=2e-6)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_every_dtype_moves_bit_for_bit_and_greedy_tokens_agree(dtype: str) -> None:
+    engine = TransformersEngine(build("LlamaConfig", GQA, getattr(torch, dtype)))
+    assert (
+        engine.spec.layout(0).dtype.value == {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16"}[dtype]
+    )
+    _, cache = cold(engine)
+    kv = fetched(engine.extract(cache), 48, 80)
+    for i, layer in enumerate(cache.layers):
+        back = torch.from_numpy(kv.layer(i)[0][:, :48].copy()).view(getattr(torch, dtype))
+        assert torch.equal(back, layer.keys[0, :, :48])
+    want = engine.model.generate(IDS, max_new_tokens=8, do_sample=False)
+    got = engine.model.generate(IDS, cache=engine.inject(kv, 48), max_new_tokens=8, do_sample=False)
+    assert torch.equal(got, want)
+
+
+def test_extract_lends_the_caches_memory_and_inject_uses_the_buffers(llama: TransformersEngine) -> None:
+    _, cache = cold(llama)
+    kv = llama.extract(cache, 32)
+    assert kv.tokens == 32
+    assert kv.layer(1)[0].ctypes.data == cache.layers[1].keys.data_ptr()
+    room = fetched(kv, 32, 64)
+    injected = llama.inject(room, 32)
+    assert injected.get_seq_length() == 32
+    assert injected.layers[2].values.data_ptr() == room.layer(2)[1].ctypes.data
+    with torch.inference_mode():
+        llama.model(input_ids=IDS[:, 32:], cache=injected, use_cache=True)
+    assert injected.layers[2].values.data_ptr() == room.layer(2)[1].ctypes.data
+    assert llama.extract(injected).layer(0)[1].ctypes.data == room.layer(0)[1].ctypes.data
+
+
+def test_a_cache_outgrows_its_buffers_without_harm(llama: TransformersEngine) -> None:
+    _, cache = cold(llama)
+    kv = fetched(llama.extract(cache), 48, 52)
+    want = llama.model.generate(IDS, max_new_tokens=12, do_sample=False)
+    got = llama.model.generate(IDS, cache=llama.inject(kv, 48), max_new_tokens=12, do_sample=False)
+    assert torch.equal(got, want)
+
+
+def test_beam_search_leaves_the_buffers_alone(llama: TransformersEngine) -> None:
+    _, cache = cold(llama)
+    kv = fetched(llama.extract(cache), 48, 80)
+    options = {"max_new_tokens": 6, "num_beams": 3, "do_sample": False}
+    want = llama.model.generate(IDS, **options)
+    beams = llama.inject(kv, 48)
+    beams.batch_repeat_interleave(3)
+    assert torch.equal(llama.model.generate(IDS, cache=beams, **options), want)
+    np.testing.assert_array_equal(kv.layer(0)[0][:, :48], llama.extract(cache).layer(0)[0][:, :48])
+
+
+def test_the_past_is_read_only_after_its_layer_is_ready_and_in_order(llama: TransformersEngine) -> None:
+    logits, cache = cold(llama)
+    whole = llama.extract(cache)
+    arriving = fetched(whole, 0, 64)
+    seen: list[int] = []
+
+    def layer_ready(i: int) -> None:
+        seen.append(i)
+        for target, source in zip(arriving.layer(i), whole.layer(i), strict=True):
+            target[:, :48] = source[:, :48]
+
+    got = llama.run(IDS[0, 48:].tolist(), arriving, 48, layer_ready)
+    assert seen == [0, 1, 2]
+    np.testing.assert_allclose(got, logits, atol=2e-6)
+
+
+def test_e09_a_refusal_at_layer_k_is_healed_by_recomputing_all_layers(llama: TransformersEngine) -> None:
+    logits, cache = cold(llama)
+    broken = fetched(llama.extract(cache), 48, 64)
+    for part in broken.layer(1):
+        part[:, :48] = np.nan
+
+    def layer_ready(i: int) -> None:
+        if i == 1:
+            raise RuntimeError("refused")
+
+    with pytest.raises(RuntimeError, match="refused"):
+        llama.run(IDS[0, 48:].tolist(), broken, 48, layer_ready)
+    np.testing.assert_allclose(llama.run(IDS[0].tolist(), broken, 0), logits, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("config", "fields", "message"),
+    [
+        ("MistralConfig", {**GQA, "sliding_window": 32}, "MistralForCausalLM: layer 0 .*SlidingWindowLayer"),
+        ("Gemma3TextConfig", {**GQA, "head_dim": 16}, "Gemma3ForCausalLM: layer 0 .*SlidingWindowLayer"),
+        (
+            "MambaConfig",
+            {"hidden_size": 64, "num_hidden_layers": 2, "vocab_size": 128},
+            "LinearAttentionLayer",
+        ),
+        ("GPT2Config", GPT, "GPT2LMHeadModel has no rotary"),
+    ],
+)
+def test_what_cannot_be_carried_is_refused_by_name(config: str, fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(SpecError, match=message):
+        TransformersEngine(build(config, fields))
+
+
+def test_encoder_decoders_other_dtypes_and_devices_are_refused() -> None:
+    config = transformers.T5Config(
+        d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64, decoder_start_token_id=0
+    )
+    with pytest.raises(SpecError, match="T5ForConditionalGeneration is an encoder-decoder"):
+        TransformersEngine(transformers.T5ForConditionalGeneration(config))
+    with pytest.raises(SpecError, match=r"computes in torch\.float64"):
+        TransformersEngine(build("LlamaConfig", GQA, torch.float64))
+    with pytest.raises(SpecError, match="is on meta"):
+        TransformersEngine(build("LlamaConfig", GQA).to("meta"))
+
+
+def test_caches_that_do_not_fit_are_refused(llama: TransformersEngine) -> None:
+    with torch.inference_mode():
+        batch = transformers.DynamicCache(config=llama.model.config)
+        llama.model(input_ids=IDS.expand(2, -1), cache=batch, use_cache=True)
+    with pytest.raises(SpecError, match="layer 0: the cache holds a batch of 2"):
+        llama.extract(batch)
+    static = transformers.StaticCache(config=llama.model.config, max_cache_len=64)
+    with pytest.raises(SpecError, match="StaticCache"):
+        llama.extract(static)
+    with pytest.raises(SpecError, match="layer 0 of the cache is empty"):
+        llama.extract(transformers.DynamicCache(config=llama.model.config))
+    other = TransformersEngine(build("LlamaConfig", {**GQA, "num_key_value_heads": 4}))
+    with pytest.raises(SpecError, match="layer 0, part 'k': heads must be 4, got 2"):  # J04, J05
+        other.extract(cold(llama)[1])
+    with pytest.raises(SpecError, match="another model"):
+        other.inject(KVBuffers.allocate(llama.spec, 64), 0)
+    with pytest.raises(SpecError, match=r"outside the 0\.\.64"):
+        llama.inject(KVBuffers.allocate(llama.spec, 64), 65)
+    with pytest.raises(SpecError, match=r"room for 64 tokens cannot take positions 60\.\.110"):
+        llama.run(IDS[0].tolist(), KVBuffers.allocate(llama.spec, 64), 60)
+    with pytest.raises(SpecError, match="last one out of the past"):  # L05
+        llama.run([], KVBuffers.allocate(llama.spec, 64), 60)
+
+
+def test_identity_follows_the_parameters_not_the_name(tmp_path: Any) -> None:
+    model = build("LlamaConfig", GQA)
+    first = TransformersEngine(model).spec
+    assert first == TransformersEngine(build("LlamaConfig", GQA)).spec
+    assert first.layout(0).dtype is KVDtype.FP32
+    with torch.no_grad():
+        model.model.layers[2].self_attn.k_proj.weight[0, 0] += 1e-3
+    assert TransformersEngine(model).spec.fingerprint() != first.fingerprint()
+    model.save_pretrained(tmp_path / "a")
+    model.save_pretrained(tmp_path / "b")
+    specs = [TransformersEngine(model, weights=tmp_path / name).spec for name in "ab"]  # B05
+    assert specs[0] == specs[1]
+    digest = TransformersEngine(model, weights=b"d" * 32, adapter=Adapter("x", b"1" * 16)).spec  # A01
+    assert digest.fingerprint() != TransformersEngine(model, weights=b"d" * 32).spec.fingerprint()
+
+
+def test_a01_adapter_layers_need_an_identity() -> None:
+    model = build("LlamaConfig", GQA)
+    model.peft_config = {"default": object()}
+    with pytest.raises(SpecError, match=r"carries adapter layers: pass adapter="):
+        TransformersEngine(model, weights=b"d" * 32)
+    assert TransformersEngine(model).spec.adapter is None  # the parameters in memory are hashed
