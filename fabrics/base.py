@@ -36,7 +36,7 @@ class Limits:
     stall_timeout: float = 30.0  # no progress on owed bytes, either way
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Frame:
     """A received frame without its payload. ``body`` is only valid during the callback: copy to keep."""
 

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 _MAX_VIEWS = 256  # well below IOV_MAX (1024 on Linux), so that a few lists fit one system call
 
 
-def as_bytes(view: memoryview, *, writable: bool = False) -> memoryview:
+def as_bytes(view: memoryview, writable: bool = False) -> memoryview:
     """``view`` as one flat run of bytes.
     Raises TypeError if it is not contiguous, or must be written and cannot."""
     if writable and view.readonly:
         raise TypeError("a sink's view is read-only; payload can only land in writable memory")
-    if view.ndim == 1 and view.format == "B" and view.contiguous:
+    if view.format == "B" and view.ndim == 1 and view.c_contiguous:
         return view
     if not view.c_contiguous:
         raise TypeError(
@@ -27,29 +27,30 @@ class Cursor:
     __slots__ = ("_index", "_offset", "_views", "left", "started")
 
     def __init__(self, views: Sequence[memoryview], *, writable: bool = False) -> None:
-        self._views = [as_bytes(view, writable=writable) for view in views if view.nbytes]
+        self._views = [as_bytes(view, writable) for view in views if view.nbytes]
         self._index = 0
         self._offset = 0
         self.left = sum(map(len, self._views))
         self.started = False
 
-    def peek(self, limit: int) -> list[memoryview]:
-        """Views of the next bytes: at most ``limit`` (> 0), at least one byte if any is left."""
+    def peek(self, limit: int) -> tuple[list[memoryview], int]:
+        """Views of the next bytes and their number: at most ``limit`` (> 0), at least one if any is left."""
         found: list[memoryview] = []
+        room = limit
         offset = self._offset
         for index in range(self._index, min(len(self._views), self._index + _MAX_VIEWS)):
             view = self._views[index]
-            if offset or len(view) > limit:
-                view = view[offset : offset + limit]
+            if offset or len(view) > room:
+                view = view[offset : offset + room]
                 offset = 0
             found.append(view)
-            limit -= len(view)
-            if limit <= 0:
+            room -= len(view)
+            if not room:
                 break
-        return found
+        return found, limit - room
 
     def advance(self, count: int) -> None:
-        """Move ``count`` (<= ``left``) bytes ahead. Views passed are no longer referenced."""
+        """Move ``count`` (<= ``left``) bytes ahead. When all have passed, no view is referenced any more."""
         self.left -= count
         self.started = True
         if not self.left:

@@ -10,20 +10,18 @@ import abc
 import asyncio
 import os
 from collections.abc import Callable
-from typing import TypeVar
 
 from fabrics.base import Channel, ChannelStats, Frame, Handler, Limits, Outgoing, Sink, Source
-from fabrics.buffers import Cursor, as_bytes
+from fabrics.buffers import Cursor
 from fabrics.errors import ChannelClosed, ChannelStalled, FabricError, ForkedProcess, FrameError
 from fabrics.framing import (
     FIRST_FABRIC_TYPE,
     FabricType,
     Goodbye,
     check_lengths,
-    encode_head,
     goodbye_body,
 )
-from fabrics.outbox import Outbox
+from fabrics.outbox import Flight, Outbox
 
 CHUNK = 256 << 10  # bytes moved per step: what was just copied is still in L2 when ``landed`` sums it
 BUDGET = 1 << 20  # bytes moved per callback, so that one channel does not hold up the others
@@ -31,8 +29,6 @@ _LINGER = 1.0  # seconds to wait for the peer's own end after our goodbye is on 
 _STALL_TICKS = 4  # the stall limit is looked at this many times
 
 _DISCARD = memoryview(bytearray(CHUNK))  # written by all, read by none
-
-Loaded = TypeVar("Loaded")
 
 
 class Inbound:
@@ -77,11 +73,12 @@ class Inbound:
         self.left = frame.payload_nbytes
         self.stats.frames_in += 1
 
-    def peek(self, limit: int) -> list[memoryview]:
-        """Where the next bytes of payload go."""
+    def peek(self, limit: int) -> tuple[list[memoryview], int]:
+        """Where the next bytes of payload go, and how many."""
         if self._cursor is not None:
             return self._cursor.peek(limit)
-        return [_DISCARD[: min(limit, self.left, CHUNK)]] if self.left else []
+        count = min(limit, self.left, CHUNK)
+        return [_DISCARD[:count]], count
 
     def advance(self, count: int) -> None:
         """``count`` bytes are where :meth:`peek` said."""
@@ -102,12 +99,17 @@ class Inbound:
             if self._cursor is None:
                 self.advance(len(data))
                 return
-            count = 0
-            for view in self.peek(len(data)):
-                view[:] = data[count : count + len(view)]
-                count += len(view)
-            data = data[count:]
-            self.advance(count)
+            data = data[self._copy(data) :]
+
+    def _copy(self, data: memoryview) -> int:
+        views, count = self.peek(len(data))
+        at = 0
+        for view in views:
+            view[:] = data[at : at + len(view)]
+            at += len(view)
+        del view, views  # the sink's owner may take the memory back in a callback
+        self.advance(count)
+        return count
 
     def drop(self, request_id: int | None) -> None:
         """Write no more to the sink, if it is this request's (None: whosever it is)."""
@@ -139,7 +141,7 @@ class FrameChannel(Channel):
         self._loop = asyncio.get_running_loop()
         self._process = os.getpid()
         self._state = "open"
-        self._outbox = Outbox()
+        self._outbox = Outbox(self._load)
         self._inbound = Inbound(self, self.stats)
         self._attached = False
         self._error: Exception | None = None  # why it was closed
@@ -170,7 +172,11 @@ class FrameChannel(Channel):
         """Whether output waits for the peer, and whether the peer began a frame and has not ended it."""
 
     @abc.abstractmethod
-    def _detach(self, goodbye: Outgoing | None) -> list[Outgoing]:
+    def _prepare(self, frame: Outgoing, payload_nbytes: int) -> Flight:
+        """Lay out what has to move for a frame."""
+
+    @abc.abstractmethod
+    def _detach(self, goodbye: Outgoing | None) -> list[Flight]:
         """Free the transport now, with a last frame if that needs no waiting. Returns frames not sent."""
 
     def _end_output(self) -> None:
@@ -185,10 +191,10 @@ class FrameChannel(Channel):
     def send(self, frame: Outgoing) -> None:
         try:
             self._check_usable()
-            self._check_size(frame)
-            encode_head(frame.type, frame.flags, frame.request_id, b"", 0)
-            for view in frame.payload:
-                as_bytes(view)
+            if frame.type >= FIRST_FABRIC_TYPE:
+                raise ValueError(
+                    f"frame type {frame.type} belongs to the fabric; use 0..{FIRST_FABRIC_TYPE - 1}"
+                )
         except Exception:
             if frame.release is not None:
                 frame.release(False)
@@ -233,27 +239,22 @@ class FrameChannel(Channel):
 
     # -- for fabrics
 
-    def _pull(self, load: Callable[[Outgoing], Loaded]) -> Loaded | None:
-        """The next frame to send, as ``load`` prepares it. A frame that cannot be sent is released."""
-        frame = self._outbox.next()
-        if frame is None:
-            return None
+    def _load(self, frame: Outgoing) -> Flight:
+        """Check a frame and make it ready. One that cannot be sent is released."""
         try:
+            payload = sum([view.nbytes for view in frame.payload])
+            check_lengths(frame.type, len(frame.body), payload, self._limits, self.peer)
             if self._state == "closed":  # a source ended the channel while it was asked
                 raise ChannelClosed(f"the channel to {self.peer} is closed")
-            self._check_size(frame)
-            return load(frame)
+            return self._prepare(frame, payload)
         except Exception:
             if frame.release is not None:
                 frame.release(False)
-            if self._state == "closed":
-                return None
             raise
 
-    def _sent(self, frame: Outgoing) -> None:
+    def _sent(self, flight: Flight) -> None:
         self.stats.frames_out += 1
-        if frame.release is not None:
-            frame.release(True)
+        flight.release(True)
 
     def _dispatch(self, frame: Frame) -> None:
         """A head arrived."""
@@ -290,9 +291,8 @@ class FrameChannel(Channel):
         if isinstance(error, FrameError):
             last = Outgoing(FabricType.GOODBYE, 0, goodbye_body(error))
         lost = [*self._detach(last), *self._outbox.clear()]
-        for frame in lost:
-            if frame.release is not None:
-                self._guarded(frame.release, False)
+        for flight in lost:
+            self._guarded(flight.release, False)
         self._guarded(self._inbound.drop, None)
         if self._attached:
             self._soon(self._tell_lost)
@@ -302,10 +302,6 @@ class FrameChannel(Channel):
     def _push(self, frame: Outgoing) -> None:
         self._outbox.push(frame)
         self._wake()
-
-    def _check_size(self, frame: Outgoing) -> None:
-        payload = sum([view.nbytes for view in frame.payload])
-        check_lengths(frame.type, len(frame.body), payload, self._limits, f"to {self.peer}")
 
     def _check_process(self) -> None:
         if os.getpid() != self._process:

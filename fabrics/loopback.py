@@ -9,7 +9,8 @@ from fabrics.base import AcceptCallback, Channel, Fabric, Frame, Handler, Limits
 from fabrics.buffers import Cursor
 from fabrics.channel import BUDGET, CHUNK, FrameChannel
 from fabrics.errors import AddressError, ChannelClosed, ConnectFailed
-from fabrics.framing import HEADER_NBYTES, Goodbye, check_lengths
+from fabrics.framing import HEADER_NBYTES, Goodbye, check_lengths, encode_head
+from fabrics.outbox import Flight
 
 _listeners: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, LoopbackListener]]
 _listeners = weakref.WeakKeyDictionary()
@@ -75,8 +76,7 @@ class LoopbackChannel(FrameChannel):
 
     def __init__(self, local: str, peer: str, limits: Limits) -> None:
         super().__init__(local, peer, limits)
-        self._frame: Outgoing | None = None  # being moved
-        self._cursor = Cursor(())
+        self._flight: Flight | None = None  # being moved
         self._woken = False
 
     def start(self, handler: Handler) -> None:
@@ -88,12 +88,15 @@ class LoopbackChannel(FrameChannel):
             self._loop.call_soon(self._move)
 
     def _owed(self) -> tuple[bool, bool]:
-        return self._frame is not None or bool(self._outbox), False
+        return self._flight is not None or bool(self._outbox), False
 
-    def _detach(self, goodbye: Outgoing | None) -> list[Outgoing]:
-        lost = [] if self._frame is None else [self._frame]
-        self._frame = None
-        self._cursor = Cursor(())
+    def _prepare(self, frame: Outgoing, payload_nbytes: int) -> Flight:
+        encode_head(frame.type, frame.flags, frame.request_id, b"", 0)  # refuses what other fabrics refuse
+        return Flight(frame, frame.payload)
+
+    def _detach(self, goodbye: Outgoing | None) -> list[Flight]:
+        lost = [] if self._flight is None else [self._flight]
+        self._flight = None
         error: Exception | None = ChannelClosed(f"{self.local} closed the channel without a goodbye")
         if goodbye is not None:
             error = Goodbye.parse(memoryview(goodbye.body)).error(self.local)
@@ -110,31 +113,32 @@ class LoopbackChannel(FrameChannel):
         budget = BUDGET
         try:
             while budget > 0 and self._state != "closed" and not self._other._choked:
-                if self._frame is None and not self._begin():
+                flight = self._flight or self._begin()
+                if flight is None:
                     return
-                budget -= self._step()
+                if self._flight is not None:
+                    budget -= self._step(flight)
         except Exception as error:
             self._fail(error)
             return
         if self._state != "closed" and not self._other._choked:
             self._wake()
 
-    def _begin(self) -> bool:
+    def _begin(self) -> Flight | None:
         """Take up the next frame and deliver its head."""
         choked = self._choked
-        loaded = self._pull(lambda frame: (frame, Cursor(frame.payload)))
-        if loaded is None:
-            return False
-        frame, cursor = loaded
-        self._frame, self._cursor = frame, cursor
+        self._flight = flight = self._outbox.next()
+        if flight is None:
+            return None
+        frame, other = flight.frame, self._other
         head = HEADER_NBYTES + len(frame.body)
         self.stats.bytes_out += head
-        other = self._other
         other.stats.bytes_in += head
         if choked:
             other._wake()  # it waits for our queue to shrink
-        other._receive(Frame(frame.type, frame.flags, frame.request_id, memoryview(frame.body), cursor.left))
-        return True
+        body = memoryview(frame.body)
+        other._receive(Frame(frame.type, frame.flags, frame.request_id, body, flight.nbytes))
+        return flight
 
     def _receive(self, frame: Frame) -> None:
         if self._state == "closed":
@@ -145,25 +149,24 @@ class LoopbackChannel(FrameChannel):
         except Exception as error:
             self._fail(error)
 
-    def _step(self) -> int:
-        """Move up to a chunk of the present frame; give it back when all of it has gone. Returns bytes."""
-        moved = self._copy()
-        if self._frame is None:  # a callback closed the channel
+    def _step(self, flight: Flight) -> int:
+        """Move up to a chunk of a frame; give it back when all of it has gone. Returns bytes."""
+        moved = self._copy(flight.cursor)
+        if self._flight is None:  # a callback closed the channel
             return moved
         if moved:
-            self._cursor.advance(moved)
+            flight.cursor.advance(moved)
             self.stats.bytes_out += moved
-        if not self._cursor.left:
-            frame, self._frame = self._frame, None
-            self._sent(frame)
+        if not flight.cursor.left:
+            self._flight = None
+            self._sent(flight)
         return max(moved, HEADER_NBYTES)
 
-    def _copy(self) -> int:
-        moved = 0
-        for view in self._cursor.peek(CHUNK):
+    def _copy(self, cursor: Cursor) -> int:
+        views, count = cursor.peek(CHUNK)
+        for view in views:
             self._other._place(view)
-            moved += len(view)
-        return moved
+        return count
 
     def _place(self, data: memoryview) -> None:
         if self._state == "closed":

@@ -3,32 +3,49 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
+from collections.abc import Callable, Sequence
 
 from fabrics.base import Outgoing, Source
+from fabrics.buffers import Cursor
 
 
-def nbytes(frame: Outgoing) -> int:
-    """Bytes a waiting frame holds: body and payload."""
-    return len(frame.body) + sum(view.nbytes for view in frame.payload)
+class Flight:
+    """A frame on its way, and how far it has come. ``nbytes`` is what it holds while it waits."""
+
+    __slots__ = ("cursor", "frame", "nbytes")
+
+    def __init__(self, frame: Outgoing, views: Sequence[memoryview]) -> None:
+        self.frame = frame
+        self.cursor = Cursor(views)
+        self.nbytes = self.cursor.left
+
+    def release(self, sent: bool) -> None:
+        """Give the payload back to its owner. Whoever takes a flight from its queue does so once."""
+        if self.frame.release is not None:
+            self.frame.release(sent)
 
 
 class Outbox:
-    """Frames that were pushed go first, in order; then sources are asked for a frame each, in turn."""
+    """Frames that were pushed go first, in order; then sources are asked for a frame each, in turn.
 
-    __slots__ = ("_frames", "_ring", "queued")
+    ``load`` makes a flight of a frame, or raises: then it has released the frame.
+    """
 
-    def __init__(self) -> None:
-        self._frames: deque[tuple[Outgoing, int]] = deque()
+    __slots__ = ("_load", "_pushed", "_ring", "queued")
+
+    def __init__(self, load: Callable[[Outgoing], Flight]) -> None:
+        self._load = load
+        self._pushed: deque[Flight] = deque()
         self._ring: OrderedDict[int, Source] = OrderedDict()
         self.queued = 0  # bytes of pushed frames that wait
 
     def __bool__(self) -> bool:
-        return bool(self._frames or self._ring)
+        return bool(self._pushed or self._ring)
 
     def push(self, frame: Outgoing) -> None:
-        size = nbytes(frame)
-        self.queued += size
-        self._frames.append((frame, size))
+        flight = self._load(frame)
+        self.queued += flight.nbytes
+        self._pushed.append(flight)
 
     def add(self, source: Source) -> None:
         self._ring.setdefault(id(source), source)
@@ -39,25 +56,25 @@ class Outbox:
     def stop_sources(self) -> None:
         self._ring.clear()
 
-    def next(self) -> Outgoing | None:
-        """The frame to send now, or None. An exception of a source passes through."""
-        if self._frames:
-            frame, size = self._frames.popleft()
-            self.queued -= size
-            return frame
+    def next(self) -> Flight | None:
+        """What to send now, or None. An exception of a source passes through."""
+        if self._pushed:
+            flight = self._pushed.popleft()
+            self.queued -= flight.nbytes
+            return flight
         while self._ring:
             key, source = next(iter(self._ring.items()))
             self._ring.move_to_end(key)
-            pulled = source.next_frame()
-            if pulled is not None:
-                return pulled
+            frame = source.next_frame()
+            if frame is not None:
+                return self._load(frame)
             self._ring.pop(key, None)
         return None
 
-    def clear(self) -> list[Outgoing]:
-        """Forget everything; returns the frames whose payload the caller must release."""
-        frames = [frame for frame, _ in self._frames]
-        self._frames.clear()
+    def clear(self) -> list[Flight]:
+        """Forget everything; the caller must release what is returned."""
+        flights = list(self._pushed)
+        self._pushed.clear()
         self._ring.clear()
         self.queued = 0
-        return frames
+        return flights

@@ -11,32 +11,14 @@ import socket
 from collections import deque
 
 from fabrics.base import Handler, Limits, Outgoing
-from fabrics.buffers import Cursor
 from fabrics.channel import BUDGET, CHUNK, FrameChannel
 from fabrics.errors import ChannelClosed
-from fabrics.framing import Decoder, encode_head
+from fabrics.framing import HEADER_NBYTES, Decoder, encode_head
+from fabrics.outbox import Flight
 
 _GATHER = 512 << 10  # bytes taken from the outbox ahead of the kernel: frames that share one system call
-_TAIL = 2 << 10  # staged behind a payload's end: the next head comes with the same system call
 _MAX_VIEWS = 512  # per system call; a frame adds at most 256 more, and the kernel takes 1024
 _JOIN = 4 << 10  # bodies up to this are joined with their header
-
-
-class _Flight:
-    """A frame on its way into the kernel."""
-
-    __slots__ = ("cursor", "frame")
-
-    def __init__(self, frame: Outgoing) -> None:
-        payload = frame.payload
-        head = encode_head(
-            frame.type, frame.flags, frame.request_id, frame.body, sum([view.nbytes for view in payload])
-        )
-        if len(frame.body) <= _JOIN:
-            self.cursor = Cursor([memoryview(head + frame.body), *payload])
-        else:
-            self.cursor = Cursor([memoryview(head), memoryview(frame.body), *payload])
-        self.frame = frame
 
 
 class StreamChannel(FrameChannel):
@@ -46,8 +28,9 @@ class StreamChannel(FrameChannel):
         super().__init__(local, peer, limits)
         self._sock = sock
         self._decoder = Decoder(limits, peer)
-        self._flight: deque[_Flight] = deque()
+        self._flight: deque[Flight] = deque()
         self._in_flight = 0  # bytes in _flight
+        self._head = HEADER_NBYTES  # size of the last head: read with a payload's end, as its like may follow
         self._reading = self._writing = False  # registered with the loop
         self._busy = False  # inside a callback that flushes when it ends
         self._woken = False  # a flush is due
@@ -75,13 +58,19 @@ class StreamChannel(FrameChannel):
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
 
-    def _detach(self, goodbye: Outgoing | None) -> list[Outgoing]:
+    def _prepare(self, frame: Outgoing, payload_nbytes: int) -> Flight:
+        head = encode_head(frame.type, frame.flags, frame.request_id, frame.body, payload_nbytes)
+        if len(frame.body) <= _JOIN:
+            return Flight(frame, (memoryview(head + frame.body), *frame.payload))
+        return Flight(frame, (memoryview(head), memoryview(frame.body), *frame.payload))
+
+    def _detach(self, goodbye: Outgoing | None) -> list[Flight]:
         if self._reading:
             self._loop.remove_reader(self._sock)
         if self._writing:
             self._loop.remove_writer(self._sock)
         self._reading = self._writing = False
-        lost = [flight.frame for flight in self._flight]
+        lost = list(self._flight)
         between = not (self._flight and self._flight[0].cursor.started)
         self._flight.clear()
         if goodbye is not None and between and not self._flushed and self._broken is None:
@@ -117,10 +106,9 @@ class StreamChannel(FrameChannel):
         """One system call, and all that follows from it. Returns bytes asked for and got."""
         inbound, decoder = self._inbound, self._decoder
         if inbound.left:
-            views = inbound.peek(CHUNK)
-            asked = sum(map(len, views))
+            views, asked = inbound.peek(CHUNK)
             if asked == inbound.left:
-                views.append(decoder.room(_TAIL))
+                views.append(decoder.room(self._head))
             got = self._read_into(views)
             del views  # the sink's owner may take the memory back in a callback
             if not got:
@@ -137,7 +125,8 @@ class StreamChannel(FrameChannel):
             if not got:
                 return 1, 0
             decoder.wrote(got)
-        while self._state != "closed" and (frame := decoder.next()) is not None:
+        while decoder.partial and self._state != "closed" and (frame := decoder.next()) is not None:
+            self._head = HEADER_NBYTES + len(frame.body)
             self._dispatch(frame)
             if inbound.left and self._state != "closed":
                 inbound.fill(decoder.take(inbound.left))
@@ -198,17 +187,16 @@ class StreamChannel(FrameChannel):
         """Send until the kernel takes no more, the budget is spent (True) or nothing is left (False)."""
         budget = BUDGET
         while budget > 0:
-            while self._in_flight < _GATHER and (flight := self._pull(_Flight)) is not None:
+            while self._in_flight < _GATHER and (flight := self._outbox.next()) is not None:
                 self._flight.append(flight)
-                self._in_flight += flight.cursor.left
+                self._in_flight += flight.nbytes
             if not self._flight:
                 return False
             views: list[memoryview] = []
             asked = 0
             for flight in self._flight:
-                part = flight.cursor.peek(_GATHER - asked)
+                part, taken = flight.cursor.peek(_GATHER - asked)
                 views += part
-                taken = sum(map(len, part))
                 asked += taken
                 if taken < flight.cursor.left or asked >= _GATHER or len(views) > _MAX_VIEWS:
                     break
@@ -238,9 +226,7 @@ class StreamChannel(FrameChannel):
             if flight.cursor.left:
                 return
             self._flight.popleft()
-            frame = flight.frame
-            del flight
-            self._sent(frame)
+            self._sent(flight)
 
     def _break(self, error: OSError) -> None:
         """The peer takes no more. It may have said why: read on until the stream ends."""
@@ -248,11 +234,10 @@ class StreamChannel(FrameChannel):
         if self._writing:
             self._loop.remove_writer(self._sock)
             self._writing = False
-        lost = [flight.frame for flight in self._flight]
+        lost = list(self._flight)
         self._flight.clear()
         self._in_flight = 0
         lost += self._outbox.clear()
-        for frame in lost:
-            if frame.release is not None:
-                self._guarded(frame.release, False)
+        for flight in lost:
+            self._guarded(flight.release, False)
         self._read_on()
