@@ -47,6 +47,7 @@ def configure(level: str = "info", output: str = "auto", stream: TextIO | None =
     else:
         renderers = [
             structlog.processors.format_exc_info,
+            _head_first,
             structlog.processors.JSONRenderer(sort_keys=False, default=_describe),
         ]
     handler = logging.StreamHandler(stream)
@@ -72,6 +73,13 @@ def configure(level: str = "info", output: str = "auto", stream: TextIO | None =
         logger_factory=structlog.stdlib.LoggerFactory(),
         wrapper_class=structlog.stdlib.BoundLogger,
         cache_logger_on_first_use=False,
+    )
+
+
+def _head_first(_logger: Any, _method: str, event: MutableMapping[str, Any]) -> Mapping[str, Any]:
+    """What a person reads first stands first in the line."""
+    return {name: event[name] for name in ("timestamp", "level", "logger", "event") if name in event} | dict(
+        event
     )
 
 
