@@ -145,8 +145,9 @@ def layer_groups(config: Config, dtype: KVDtype | None) -> tuple[LayerGroup, ...
         merged = _pick_layer({**text, **own}, layer, total)
         layout = _layout(merged, dtype)
         keys = layout.parts[1 if layout.kind == "mla" else 0].dim
+        window = _window(merged, kinds[layer])
         rope = _rope(merged, kinds[layer], layer, keys, mla=layout.kind == "mla")
-        grouped.setdefault((layout, rope, _window(merged, kinds[layer])), []).append(layer)
+        grouped.setdefault((layout, rope, window), []).append(layer)
     return tuple(LayerGroup(tuple(layers), *key) for key, layers in grouped.items())
 
 
