@@ -33,7 +33,7 @@ class Engine(Protocol):
     ) -> Array:
         """Compute ``ids`` at positions ``start..`` after the past in ``kv`` and put their K/V there.
 
-        Returns the logits ``(vocab,)`` that follow. ``layer_ready(i)`` precedes layer ``i``'s use of the past.
+        Returns the logits ``(vocab,)`` that follow. ``layer_ready(i)`` precedes its use of layer ``i``.
         """
 
 

@@ -197,7 +197,7 @@ class ReferenceModel:
         keys, values = (
             from_storage(part[:, : start + n], config.kv_dtype, config.dtype) for part in kv.layer(i)
         )
-        grouped = q.reshape(config.kv_heads, -1, n, config.head_dim)
+        grouped = q.reshape(config.kv_heads, config.heads // config.kv_heads, n, config.head_dim)
         out = np.empty_like(grouped)
         for at in range(0, n, _QUERIES):
             stop = min(at + _QUERIES, n)
@@ -206,7 +206,8 @@ class ReferenceModel:
             future = np.arange(seen) > np.arange(start + at, seen)[:, None]
             scores[..., future] = -np.inf
             out[:, :, at:stop] = _softmax(scores) @ values[:, None, :seen]
-        mixed: Array = out.reshape(config.heads, n, -1).swapaxes(0, 1).reshape(n, -1) @ self.layers[i].o
+        by_token = out.reshape(config.heads, n, config.head_dim).swapaxes(0, 1)
+        mixed: Array = by_token.reshape(n, config.heads * config.head_dim) @ self.layers[i].o
         return mixed
 
     def mlp(self, i: int, x: Array) -> Array:
@@ -268,7 +269,7 @@ def from_storage(x: Array, dtype: KVDtype, compute: str) -> Array:
 
 
 def _split_heads(x: Array, heads: int) -> Array:
-    return x.reshape(x.shape[0], heads, -1).swapaxes(0, 1)
+    return x.reshape(x.shape[0], heads, x.shape[1] // heads).swapaxes(0, 1)
 
 
 def _softmax(scores: Array) -> Array:
