@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import json
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -299,13 +301,16 @@ def test_config_objects_and_labels() -> None:
             build(bad)
 
 
-def test_real_transformers_objects_equal_their_files() -> None:
+def test_real_transformers_objects_equal_their_files(tmp_path: Path) -> None:
     transformers = pytest.importorskip("transformers", reason="transformers is an extra")
-    for config in (LLAMA_4, LLAMA_5, NEOX_4, NEOX_5, GEMMA_4, GEMMA_5, DEEPSEEK_4):
+    for config in (LLAMA_4, LLAMA_5, NEOX_4, NEOX_5, GEMMA_4, GEMMA_5, DEEPSEEK_4, GEMMA4_RAW, SMOLLM3):
         given = copy.deepcopy({key: item for key, item in config.items() if key != "model_type"})
         real = transformers.CONFIG_MAPPING[config["model_type"]](**given)
         assert summary(real) == summary(config)
         assert build(real, dtype=None).groups[0].layout.dtype is KVDtype.BF16
+        real.save_pretrained(tmp_path)
+        written = json.loads((tmp_path / "config.json").read_text())
+        assert build(written).fingerprint() == build(real).fingerprint()
 
 
 @pytest.mark.parametrize(
