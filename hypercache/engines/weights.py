@@ -240,7 +240,7 @@ def _hash_ranges(path: Path, fd: int, ranges: Sequence[_Range]) -> list[Record]:
 
 
 def _hash_piece(path: Path, fd: int, start: int, nbytes: int) -> bytes:
-    state = hashlib.blake2b(digest_size=32)
+    state = hashlib.sha256()  # 2-3 times the speed of BLAKE2b where the CPU has SHA instructions
     while nbytes:
         data = os.pread(fd, min(READ_NBYTES, nbytes), start)
         if not data:
