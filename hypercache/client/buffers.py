@@ -16,24 +16,34 @@ from hypercache.model import ModelSpec
 
 
 class Staging:
-    """A bounded pool of frame-sized host buffers, so that the data path never allocates."""
+    """A pool of frame-sized host buffers, so that the data path hardly ever allocates."""
 
     def __init__(self, nbytes: int, count: int) -> None:
-        self.nbytes = nbytes
+        self._nbytes = nbytes
+        self._count = count
+        self._out = 0
         self._free: list[npt.NDArray[np.uint8]] = []
-        self._left = count
+        self._waiting: list[Callable[[], None]] = []
 
-    def take(self) -> npt.NDArray[np.uint8] | None:
-        """A buffer of ``nbytes``, None when all are in use."""
-        if self._free:
-            return self._free.pop()
-        if self._left == 0:
+    def take(self, wake: Callable[[], None]) -> npt.NDArray[np.uint8] | None:
+        """A buffer, or None when ``count`` are out: then ``wake`` is called when one comes back."""
+        if self._out >= self._count:
+            self._waiting.append(wake)
             return None
-        self._left -= 1
-        return np.empty(self.nbytes, np.uint8)
+        return self.take_now()
+
+    def take_now(self) -> npt.NDArray[np.uint8]:
+        """A buffer in any case, for what is arriving and cannot wait."""
+        self._out += 1
+        return self._free.pop() if self._free else np.empty(self._nbytes, np.uint8)
 
     def give(self, buffer: npt.NDArray[np.uint8]) -> None:
-        self._free.append(buffer)
+        self._out -= 1
+        if len(self._free) < self._count:
+            self._free.append(buffer)
+        waiting, self._waiting = self._waiting, []
+        for wake in waiting:
+            wake()
 
 
 class Landing:
@@ -54,6 +64,12 @@ class Landing:
         self.done = done  # the channel writes no more
 
 
+OUTGOING = 4  # frames encoded and not yet sent, all stores of a client together
+INCOMING = 2  # frames being received
+
+Lent = tuple[memoryview, Callable[[], None]]  # bytes, and what gives them back
+
+
 class ChunkPort(Protocol):
     """One sequence's chunks, addressed by layer and block."""
 
@@ -61,8 +77,8 @@ class ChunkPort(Protocol):
 
     def landing(self, layer: int, first: int, count: int) -> Landing: ...
 
-    def lend(self, layer: int, first: int, count: int) -> tuple[memoryview, Callable[[], None]] | None:
-        """Encoded bytes of ``count`` chunks back to back and what returns them; None: no buffer is free."""
+    def lend(self, layer: int, first: int, count: int, wake: Callable[[], None]) -> Lent | None:
+        """Encoded bytes of ``count`` chunks back to back; None: no buffer is free, ``wake`` tells when."""
 
 
 class ChunkBuffers:
@@ -103,86 +119,87 @@ class ChunkBuffers:
         chunks = [whole[at : at + size] for at in range(0, whole.nbytes, size)]
         return Landing([whole], chunks, _nothing_n, _nothing)
 
-    def lend(self, layer: int, first: int, count: int) -> tuple[memoryview, Callable[[], None]] | None:
+    def lend(self, layer: int, first: int, count: int, wake: Callable[[], None]) -> Lent | None:
         return memoryview(self._layers[layer][first : first + count]).cast("B"), _nothing  # type: ignore[arg-type]
+
+
+class Coder:
+    """A codec applied to one model in blocks of one size, with the buffers that takes."""
+
+    def __init__(self, codec: Codec, spec: ModelSpec, block_size: int, frame_bytes: int) -> None:
+        for group in spec.groups:
+            if not codec.supports(group.layout.dtype):
+                raise SpecError(
+                    f"codec {codec.name!r} does not take {group.layout.dtype.value} K/V; use 'raw'"
+                )
+        self.codec = codec
+        self.block_size = block_size
+        self.layouts = [spec.layout(layer) for layer in range(spec.num_layers)]
+        self.chunk_nbytes = tuple(codec.chunk_nbytes(layout, block_size) for layout in self.layouts)
+        largest = max(size * protocol.batch_size(size, frame_bytes) for size in self.chunk_nbytes)
+        self.outgoing = Staging(largest, OUTGOING)
+        self.incoming = Staging(largest, INCOMING)
 
 
 class CodecPort:
     """Engine-shaped K/V behind a codec. Bytes are decoded only after they are verified.
 
-    first_block, start: block 0 of the port is block ``first_block`` of the sequence; tokens before ``start``
-    are never written (the engine holds them already).
+    Block 0 of the port is the block that holds token ``start``; tokens before it are never written, for the
+    engine holds them already.
     """
 
-    def __init__(
-        self, codec: Codec, spec: ModelSpec, kv: KVBuffers, block_size: int, staging: Staging, start: int = 0
-    ) -> None:
-        self._codec = codec
-        self._spec = spec
+    def __init__(self, coder: Coder, kv: KVBuffers, start: int = 0) -> None:
+        self._coder = coder
         self._kv = kv
-        self._size = block_size
-        self._staging = staging
         self._start = start
-        self._first_block = start // block_size
-        self.blocks = kv.tokens // block_size - self._first_block
+        self._first_block = start // coder.block_size
+        self.blocks = kv.tokens // coder.block_size - self._first_block
 
     def landing(self, layer: int, first: int, count: int) -> Landing:
-        buffer = self._staging.take()
-        if buffer is None:  # receiving is serial on a channel, so this takes a fabric with deeper overlap
-            buffer = np.empty(self._staging.nbytes, np.uint8)
-        staging = buffer
-        layout = self._spec.layout(layer)
-        size = self._codec.chunk_nbytes(layout, self._size)
-        rows = staging[: count * size].reshape(count, size)
-        whole = memoryview(staging)[: count * size]  # type: ignore[arg-type]
-        chunks = [whole[at : at + size] for at in range(0, count * size, size)]
+        buffer = self._coder.incoming.take_now()
+        rows = self._rows(buffer, layer, count)
+        size = rows.shape[1]
+        whole = memoryview(buffer)[: rows.nbytes]  # type: ignore[arg-type]
+        chunks = [whole[at : at + size] for at in range(0, rows.nbytes, size)]
 
         def keep(good: int) -> None:
             if good:
                 self._decode(layer, first, rows[:good])
 
-        return Landing([whole], chunks, keep, lambda: self._staging.give(staging))
+        return Landing([whole], chunks, keep, lambda: self._coder.incoming.give(buffer))
 
-    def lend(self, layer: int, first: int, count: int) -> tuple[memoryview, Callable[[], None]] | None:
-        buffer = self._staging.take()
+    def lend(self, layer: int, first: int, count: int, wake: Callable[[], None]) -> Lent | None:
+        buffer = self._coder.outgoing.take(wake)
         if buffer is None:
             return None
-        staging = buffer
-        layout = self._spec.layout(layer)
-        size = self._codec.chunk_nbytes(layout, self._size)
-        rows = staging[: count * size].reshape(count, size)
-        self._codec.encode(layout, self._parts(layer, first, count), rows)
-        return memoryview(staging)[: count * size], lambda: self._staging.give(staging)  # type: ignore[arg-type]
+        rows = self._rows(buffer, layer, count)
+        self._coder.codec.encode(self._coder.layouts[layer], self._parts(layer, first, count), rows)
+        data = memoryview(buffer)[: rows.nbytes]  # type: ignore[arg-type]
+        return data, lambda: self._coder.outgoing.give(buffer)
+
+    def _rows(self, buffer: npt.NDArray[np.uint8], layer: int, count: int) -> npt.NDArray[np.uint8]:
+        size = self._coder.chunk_nbytes[layer]
+        return buffer[: count * size].reshape(count, size)
 
     def _parts(self, layer: int, first: int, count: int) -> list[npt.NDArray[Any]]:
-        begin = (self._first_block + first) * self._size
-        return [part[:, begin : begin + count * self._size, :] for part in self._kv.layer(layer)]
+        size = self._coder.block_size
+        begin = (self._first_block + first) * size
+        return [part[:, begin : begin + count * size, :] for part in self._kv.layer(layer)]
 
     def _decode(self, layer: int, first: int, rows: npt.NDArray[np.uint8]) -> None:
-        layout = self._spec.layout(layer)
+        layout, decode, size = self._coder.layouts[layer], self._coder.codec.decode, self._coder.block_size
         count = rows.shape[0]
-        clip = self._start - (self._first_block + first) * self._size
+        clip = self._start - (self._first_block + first) * size
         if clip <= 0:
-            self._codec.decode(layout, rows, self._parts(layer, first, count))
+            decode(layout, rows, self._parts(layer, first, count))
             return
         # The engine already holds the head of this block: decode it aside and copy only its tail.
-        aside = [
-            np.empty((layout.heads, self._size, part.dim), layout.dtype.storage) for part in layout.parts
-        ]
-        self._codec.decode(layout, rows[:1], aside)
+        aside = [np.empty((layout.heads, size, part.dim), layout.dtype.storage) for part in layout.parts]
+        decode(layout, rows[:1], aside)
         for target, source in zip(self._parts(layer, first, 1), aside, strict=True):
             target[:, clip:, :] = source[:, clip:, :]
         if count > 1:
-            self._codec.decode(layout, rows[1:], self._parts(layer, first + 1, count - 1))
-
-
-def staging_for(codec: Codec, spec: ModelSpec, block_size: int, frame_bytes: int, count: int) -> Staging:
-    """A pool whose buffers hold any frame of this namespace."""
-    need = frame_bytes
-    for group in spec.groups:
-        size = codec.chunk_nbytes(spec.layout(group.layers[0]), block_size)
-        need = max(need, size * protocol.batch_size(size, frame_bytes))
-    return Staging(need, count)
+            decode(layout, rows[1:], self._parts(layer, first + 1, count - 1))
 
 
 def _nothing() -> None:

@@ -15,7 +15,7 @@ from types import TracebackType
 from typing import Any
 
 from hypercache import codecs, protocol
-from hypercache.client.buffers import ChunkBuffers, ChunkPort, CodecPort, Staging, staging_for
+from hypercache.client.buffers import ChunkBuffers, ChunkPort, CodecPort, Coder
 from hypercache.client.link import AGENT, Link
 from hypercache.client.operations import FetchOperation, StoreOperation
 from hypercache.client.results import FetchResult, Match, Prompt, StoreResult
@@ -28,7 +28,6 @@ DEFAULT_URI = "tcp://127.0.0.1:7440"
 DEFAULT_CODEC = "int8"
 DEADLINE_S = 5.0
 FRAME_BYTES = 1 << 20
-STAGING = 4  # frames being encoded, sent or decoded at once
 
 Tokens = Any  # any integer sequence or array that keys.canonical_tokens takes
 Buffers = KVBuffers | ChunkBuffers
@@ -215,19 +214,14 @@ class Client:
         if not 0 < deadline <= 3600:
             raise ConfigError(f"deadline={deadline!r} must be more than 0 and at most 3600 seconds")
         self.model = model
-        self.codec = codecs.get(codec)
         self.block_size = block_size
         self.deadline = deadline
         self.namespace = Namespace.build(model, block_size=block_size, codec=codec, tenant=tenant, salt=salt)
         self._tenant = tenant
         self._pid = os.getpid()
-        self.chunk_nbytes = tuple(
-            self.codec.chunk_nbytes(model.layout(layer), block_size) for layer in range(model.num_layers)
-        )
-        for group in model.groups:
-            if not self.codec.supports(group.layout.dtype):
-                raise SpecError(f"codec {codec!r} does not take {group.layout.dtype.value} K/V; use 'raw'")
-        self._staging: Staging = staging_for(self.codec, model, block_size, FRAME_BYTES, STAGING)
+        self._coder = Coder(codecs.get(codec), model, block_size, FRAME_BYTES)
+        self.codec = self._coder.codec
+        self.chunk_nbytes = self._coder.chunk_nbytes
         label = f"{model.name or 'model'} {codec} block={block_size} weights={model.weights.hex()[:8]}"
         if model.adapter is not None:
             label += f" adapter={model.adapter.name}"
@@ -340,7 +334,9 @@ class Client:
             reason = operation.reason
             transfer._finish(FetchResult(start, hit if hit > start else 0, operation.wire_bytes, reason))
 
-        operation = FetchOperation(port, self.chunk_nbytes, asked, wanted, transfer._layer_done, ended)
+        operation = FetchOperation(
+            port, self.chunk_nbytes, asked, wanted, FRAME_BYTES, transfer._layer_done, ended
+        )
         transfer._operation = operation
         timer = asyncio.get_running_loop().call_later(budget, lambda: self._give_up(operation, "deadline"))
         transfer._stop = lambda: self._give_up(operation, "cancelled")
@@ -460,11 +456,11 @@ class Client:
         if isinstance(buffers, ChunkBuffers):
             buffers.check(self.chunk_nbytes)
             return buffers
-        if buffers.spec.fingerprint() != self.model.fingerprint():
+        if buffers.spec != self.model:
             raise SpecError(
                 f"the buffers belong to model {_who(buffers.spec)}, the client to {_who(self.model)}"
             )
-        return CodecPort(self.codec, self.model, buffers, self.block_size, self._staging, start)
+        return CodecPort(self._coder, buffers, start)
 
     def _budget(self, deadline: float | None) -> float:
         budget = self.deadline if deadline is None else deadline

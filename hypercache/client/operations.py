@@ -69,6 +69,7 @@ class FetchOperation(Operation):
         chunk_nbytes: Sequence[int],
         asked: int,
         layers: range,
+        frame_bytes: int,
         on_layer: Callable[[int], None],
         on_end: Callable[[], None],
     ) -> None:
@@ -81,6 +82,7 @@ class FetchOperation(Operation):
         self._port = port
         self._chunk_nbytes = chunk_nbytes
         self._layers = layers
+        self._frame_bytes = frame_bytes
         self._on_layer = on_layer
         self._on_end = on_end
         self._blocks: int | None = None  # the server's run
@@ -109,7 +111,9 @@ class FetchOperation(Operation):
                 f"LAYER {layer} block {first}, expected layer {self._next[0]} block {self._next[1]}"
             )
         assert self._blocks is not None
-        if not 0 < count <= self._blocks - first or payload_nbytes != count * self._chunk_nbytes[layer]:
+        size = self._chunk_nbytes[layer]
+        most = min(self._blocks - first, protocol.batch_size(size, self._frame_bytes))
+        if not 0 < count <= most or payload_nbytes != count * size:
             raise ProtocolError(f"LAYER {layer} carries {count} chunks in {payload_nbytes} bytes")
         end = first + count
         self._next = (layer, end) if end < self._blocks else (layer + 1, 0)
@@ -193,9 +197,9 @@ class StoreOperation(Operation):
             return None
         layer, first, room = at
         count = min(room, protocol.batch_size(self._chunk_nbytes[layer], self._frame_bytes))
-        lent = self._port.lend(layer, first, count)
+        lent = self._port.lend(layer, first, count, self._wake)
         if lent is None:
-            return None  # woken when a buffer comes back
+            return None
         data, give_back = lent
         size = self._chunk_nbytes[layer]
         crcs = tuple([checksum(data[at : at + size]) for at in range(0, count * size, size)])

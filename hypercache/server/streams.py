@@ -7,6 +7,7 @@ reservations) and give it back exactly once, when no transport can touch the byt
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 
@@ -14,7 +15,7 @@ from fabrics import Outgoing, Sink
 from hypercache import protocol
 from hypercache.checksum import Verifier
 from hypercache.errors import ProtocolError
-from hypercache.store import BlockStore, Lease, Namespace, Reservation, Skip
+from hypercache.store import BlockStore, HoldEnded, Lease, Namespace, Reservation, Skip
 
 Clock = Callable[[], float]
 
@@ -52,13 +53,13 @@ class FetchStream:
     def next_frame(self) -> Outgoing | None:
         if self.outcome:
             return None
-        if self._clock() > self.deadline or self._lease.ended:
-            self._end("deadline")
-            return self._reply(protocol.Error(protocol.ErrorCode.DEADLINE, "the fetch ran out of time"))
         blocks = self._lease.blocks
         if self._layer == self._layers.stop:
             self._end("ok")
             return self._reply(protocol.Fetched(len(blocks)))
+        if self._clock() > self.deadline or self._lease.ended:
+            self._end("deadline")
+            return self._reply(protocol.Error(protocol.ErrorCode.DEADLINE, "the fetch ran out of time"))
         layer, first = self._layer, self._block
         count = protocol.batch_size(self._chunk_nbytes[layer], self._frame_bytes)
         batch = blocks[first : first + count]
@@ -208,8 +209,10 @@ class StoreStream:
             if index in bad:
                 self._settle(index, "corrupt")
                 self._store.abort(target)
-            elif self._store.fill(target, sink.layer, sink.crcs[index - sink.first], now):
-                self._settle(index, "stored")
+                continue
+            with contextlib.suppress(HoldEnded):  # cleared meanwhile: drop_dead finds it
+                if self._store.fill(target, sink.layer, sink.crcs[index - sink.first], now):
+                    self._settle(index, "stored")
         self.drop_dead()
 
     def drop_dead(self) -> None:
