@@ -50,7 +50,8 @@ class Codec(abc.ABC):
     def decode(self, layout: KVLayout, data: Bytes2D, parts: Parts) -> None:
         """The reverse, into caller memory of the same shapes.
 
-        Raises CodecError for bytes that no encoder writes (bad scale); ``parts`` then hold unspecified values.
+        Raises CodecError for bytes that no encoder writes (bad scale); ``parts`` then hold unspecified
+        values.
         """
 
     def __repr__(self) -> str:
@@ -64,7 +65,9 @@ def check_shapes(codec: Codec, layout: KVLayout, parts: Parts, rows: Bytes2D) ->
     if len(parts) != len(layout.parts):
         raise SpecError(f"layout {layout.kind!r} has {len(layout.parts)} parts, got {len(parts)} arrays")
     if rows.ndim != 2 or rows.dtype != np.uint8 or (rows.shape[1] > 1 and rows.strides[1] != 1):
-        raise SpecError(f"encoded rows must be uint8 (blocks, nbytes) with contiguous rows, got {rows.dtype} {rows.shape}")
+        raise SpecError(
+            f"encoded rows must be uint8 (blocks, nbytes) with contiguous rows, got {rows.dtype} {rows.shape}"
+        )
     blocks = rows.shape[0]
     total = parts[0].shape[1] if parts[0].ndim == 3 else -1
     if blocks == 0 or total <= 0 or total % blocks:
@@ -74,13 +77,19 @@ def check_shapes(codec: Codec, layout: KVLayout, parts: Parts, rows: Bytes2D) ->
         if array.shape != want:
             raise SpecError(f"part {part.name!r} must have shape {want}, got {array.shape}")
         if array.dtype != layout.dtype.storage:
-            raise SpecError(f"part {part.name!r} must be {layout.dtype.storage} ({layout.dtype.value}), got {array.dtype}")
+            raise SpecError(
+                f"part {part.name!r} must be {layout.dtype.storage} ({layout.dtype.value}), got {array.dtype}"
+            )
         if array.shape[2] > 1 and array.strides[2] != array.itemsize:
-            raise SpecError(f"part {part.name!r}: the innermost axis must be contiguous, strides are {array.strides}")
+            raise SpecError(
+                f"part {part.name!r}: the innermost axis must be contiguous, strides are {array.strides}"
+            )
     tokens = total // blocks
     need = codec.chunk_nbytes(layout, tokens)
     if rows.shape[1] != need:
-        raise SpecError(f"codec {codec.name!r} needs rows of {need} bytes for this layout, got {rows.shape[1]}")
+        raise SpecError(
+            f"codec {codec.name!r} needs rows of {need} bytes for this layout, got {rows.shape[1]}"
+        )
     return blocks, tokens
 
 

@@ -1,0 +1,55 @@
+"""The codecs by name: ``get("fp8")``. One file each; the contract is :mod:`hypercache.codecs.base`."""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+import numpy as np
+
+from hypercache.codecs.base import Codec
+from hypercache.codecs.fp8 import Fp8Codec
+from hypercache.codecs.int4 import Int4Codec, Int4PlainCodec
+from hypercache.codecs.int8 import Int8Codec
+from hypercache.codecs.raw import RawCodec
+from hypercache.errors import ConfigError
+from hypercache.model import KVLayout
+
+_CODECS: dict[str, Codec] = {
+    codec.name: codec for codec in (RawCodec(), Fp8Codec(), Int8Codec(), Int4Codec(), Int4PlainCodec())
+}
+
+
+def names() -> tuple[str, ...]:
+    """All codec names, `raw` first."""
+    return tuple(_CODECS)
+
+
+def get(name: str) -> Codec:
+    """The codec of that name. Raises ConfigError for any other, with the known names and the nearest one."""
+    if (codec := _CODECS.get(name)) is not None:
+        return codec
+    near = difflib.get_close_matches(name.lower(), _CODECS, n=1)
+    hint = f"; did you mean {near[0]!r}?" if near else ""
+    raise ConfigError(f"codec {name!r} is unknown, known are {', '.join(_CODECS)}{hint}")
+
+
+def warm(layouts: Iterable[KVLayout]) -> None:
+    """Compile, or load from numba's cache, every kernel that K/V of these layouts need.
+
+    Seconds per head dim on a machine that never ran this version, fractions of a second afterwards. Call it
+    at start, so that no request waits for it.
+    """
+    for layout in layouts:
+        codec = next(
+            (each for each in _CODECS.values() if not each.lossless and each.supports(layout.dtype)), None
+        )
+        if codec is None:
+            continue  # `raw` alone takes these, and has no kernels
+        parts = [np.zeros((layout.heads, 1, part.dim), layout.dtype.storage) for part in layout.parts]
+        chunk = np.empty((1, codec.chunk_nbytes(layout, 1)), np.uint8)
+        codec.encode(layout, parts, chunk)  # one kernel serves all codecs, dtypes and strides of a head dim
+        codec.decode(layout, chunk, parts)
+
+
+__all__ = ["Codec", "get", "names", "warm"]

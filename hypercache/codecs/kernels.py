@@ -1,0 +1,509 @@
+"""The numba kernels of the quantising codecs, all in this one file.
+
+One file, because numba's on-disk cache notices a change of the file that holds a kernel, but not of a
+file that the kernel calls into.
+
+Kernels take addresses (int64) and byte strides, never arrays: one compiled version serves every dtype,
+stride, alignment and read-only flag, and a call costs about a microsecond. Callers validate first
+(:func:`hypercache.codecs.base.check_shapes`) and keep the memory alive during the call. The GIL is
+released. Nothing here uses fast-math: NaN and signed zero matter.
+
+Each row (one token of one head and part) passes through a float32 scratch row that stays in the L1
+cache: widen -> (tame) -> (rotate) -> quantise, and back. All inner loops run over contiguous memory with
+no branch, so that LLVM vectorises them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numba
+import numpy as np
+from llvmlite import ir  # type: ignore[import-untyped]
+from numba import carray, types
+from numba.extending import intrinsic
+
+BF16, FP16, FP32 = 0, 1, 2  # ``kind`` of an engine buffer
+
+Ints = tuple[int, ...]
+
+_U32 = np.uint32
+_F32 = np.float32
+_INF = np.uint32(0x7F800000)
+_ABS = np.uint32(0x7FFFFFFF)
+_SIGN = np.uint32(0x80000000)
+_FP16_MAX = np.float32(65504.0)
+_TINY = np.float32(2.0**-24)  # smallest positive fp16: the least scale of a row that is not all zero
+_MAGIC = np.float32(1.5 * 2.0**23)  # adding it rounds to the nearest even integer, left in the low bits
+
+
+def _kernel(function: Callable[..., Any]) -> Any:
+    try:
+        return numba.njit(nogil=True, cache=True)(function)
+    except RuntimeError:  # no directory for the cache is writable: compile in every process instead
+        return numba.njit(nogil=True)(function)
+
+
+_inline = numba.njit(inline="always")  # becomes part of the kernel, constants included
+
+
+@intrinsic
+def _ptr(typingctx: Any, address: Any) -> Any:
+    """int64 address -> void pointer, for ``carray``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        return builder.inttoptr(args[0], context.get_value_type(types.voidptr))
+
+    return types.voidptr(types.int64), codegen
+
+
+def _bitcast(source: Any, result: Any) -> Any:
+    def typed(typingctx: Any, value: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            return builder.bitcast(args[0], context.get_value_type(result))
+
+        return result(source), codegen
+
+    return intrinsic(typed)
+
+
+_f32 = _bitcast(types.uint32, types.float32)  # bits -> value
+_u32 = _bitcast(types.float32, types.uint32)  # value -> bits
+
+
+_WIDTH = 16  # float32 per register in the transform
+
+
+@intrinsic(prefer_literal=True)
+def _hadamard_f32(typingctx: Any, address: Any, size: Any) -> Any:
+    """Unnormalised Walsh-Hadamard transform, in place, of ``size`` (a literal power of two) float32.
+
+    Written as LLVM vector code, because butterflies closer than one register do not vectorise from loops.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector = ir.VectorType(ir.FloatType(), _WIDTH)
+        base = builder.inttoptr(args[0], ir.FloatType().as_pointer())
+        places = [
+            builder.bitcast(builder.gep(base, [ir.Constant(ir.IntType(64), i)]), vector.as_pointer())
+            for i in range(0, elements, _WIDTH)
+        ]
+        x = [builder.load(place, align=4) for place in places]
+        step = 1
+        while step < _WIDTH:  # within a register
+            mirror = ir.Constant(ir.VectorType(ir.IntType(32), _WIDTH), [i ^ step for i in range(_WIDTH)])
+            signs = ir.Constant(vector, [-1.0 if i & step else 1.0 for i in range(_WIDTH)])
+            for r, value in enumerate(x):  # the product is exact: an FMA gives the same result, only faster
+                flipped = builder.fmul(value, signs, flags=("contract",))
+                x[r] = builder.fadd(
+                    builder.shuffle_vector(value, value, mirror), flipped, flags=("contract",)
+                )
+            step *= 2
+        step = 1
+        while step < len(x):  # between registers
+            for r in range(len(x)):
+                if not r & step:
+                    a, b = x[r], x[r + step]
+                    x[r], x[r + step] = builder.fadd(a, b), builder.fsub(a, b)
+            step *= 2
+        for place, value in zip(places, x, strict=True):
+            builder.store(value, place, align=4)
+        return context.get_dummy_value()
+
+    if not isinstance(size, types.Literal):
+        return None
+    elements = size.literal_value
+    return types.void(types.int64, size), codegen
+
+
+@intrinsic
+def _unpack(typingctx: Any, codes: Any, low: Any, high: Any) -> Any:
+    """32 bytes of two signed nibbles each -> 32 int8 at ``low`` and 32 at ``high``."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        vector = ir.VectorType(ir.IntType(8), 32)
+        four = ir.Constant(vector, [4] * 32)
+        source, low, high = (builder.inttoptr(arg, vector.as_pointer()) for arg in args)
+        packed = builder.load(source, align=1)
+        builder.store(builder.ashr(builder.shl(packed, four), four), low, align=1)
+        builder.store(builder.ashr(packed, four), high, align=1)
+        return context.get_dummy_value()
+
+    return types.void(types.int64, types.int64, types.int64), codegen
+
+
+@_inline
+def _rotate_f32(row: int, dim: int, block: int) -> None:
+    """Unnormalised transform, in place, of each ``block`` (a power of two that divides dim) of a row."""
+    done = 1
+    if block >= 128:
+        for i in range(0, dim, 128):
+            _hadamard_f32(row + 4 * i, 128)
+        done = 128
+    elif block == 64:
+        for i in range(0, dim, 64):
+            _hadamard_f32(row + 4 * i, 64)
+        done = 64
+    elif block >= 16:
+        for i in range(0, dim, 16):
+            _hadamard_f32(row + 4 * i, 16)
+        done = 16
+    x = carray(_ptr(row), (dim,), np.float32)
+    while done < block:
+        for i in range(0, dim, 2 * done):
+            for j in range(i, i + done):
+                a, b = x[j], x[j + done]
+                x[j], x[j + done] = a + b, a - b
+        done *= 2
+
+
+# ---------------------------------------------------------------------------------------- rows
+
+
+@_inline
+def _widen(source: int, kind: int, row: int, dim: int) -> None:
+    """bf16, fp16 or fp32 at ``source`` -> float32 at ``row``; exact, NaN and infinities kept."""
+    bits = carray(_ptr(row), (dim,), np.uint32)
+    if kind == BF16:
+        halves = carray(_ptr(source), (dim,), np.uint16)
+        for d in range(dim):
+            bits[d] = _U32(halves[d]) << _U32(16)
+    elif kind == FP16:
+        halves = carray(_ptr(source), (dim,), np.uint16)
+        for d in range(dim):
+            h = _U32(halves[d])
+            magnitude = _U32((h & _U32(0x7FFF)) << _U32(13))
+            # Moving the exponent by a multiplication gets subnormals right as well.
+            finite = _u32(_f32(magnitude) * _F32(2.0**112))
+            special = magnitude | _INF
+            bits[d] = (special if magnitude >= _U32(0x7C00 << 13) else finite) | (
+                (h & _U32(0x8000)) << _U32(16)
+            )
+    else:
+        words = carray(_ptr(source), (dim,), np.uint32)
+        for d in range(dim):
+            bits[d] = words[d]
+
+
+@_inline
+def _narrow(row: int, target: int, kind: int, dim: int) -> None:
+    """float32 at ``row`` -> bf16, fp16 or fp32 at ``target``, to nearest even; fp16 saturates at 65504."""
+    bits = carray(_ptr(row), (dim,), np.uint32)
+    if kind == BF16:
+        halves = carray(_ptr(target), (dim,), np.uint16)
+        for d in range(dim):
+            b = bits[d]
+            halves[d] = np.uint16(_U32(b + _U32(0x7FFF) + ((b >> _U32(16)) & _U32(1))) >> _U32(16))
+    elif kind == FP16:
+        halves = carray(_ptr(target), (dim,), np.uint16)
+        for d in range(dim):
+            b = bits[d]
+            a = _U32(b & _ABS)
+            clamped = min(a, _U32(0x477FE000))  # 65504
+            rounded = _U32(
+                clamped + _U32(0xFFF) + ((clamped >> _U32(13)) & _U32(1)) - _U32(112 << 23)
+            ) >> _U32(13)
+            small = _U32(_u32(_f32(a) + _F32(0.5)) - _U32(0x3F000000))
+            h = _U32(small) if a < _U32(0x38800000) else _U32(rounded)
+            h = _U32(0x7E00) if a > _INF else h
+            halves[d] = np.uint16(h | ((b >> _U32(16)) & _U32(0x8000)))
+    else:
+        words = carray(_ptr(target), (dim,), np.uint32)
+        for d in range(dim):
+            words[d] = bits[d]
+
+
+@_inline
+def _amax(row: int, dim: int) -> Any:
+    """Bits of the largest magnitude of a float32 row; above ``_INF`` if it holds a NaN."""
+    bits = carray(_ptr(row), (dim,), np.uint32)
+    top = _U32(0)
+    for d in range(dim):
+        top = max(top, _U32(bits[d] & _ABS))
+    return top
+
+
+@_inline
+def _tame(source: int, kind: int, row: int, dim: int, block: int, limit: Any, keep_nan: bool) -> Any:
+    """Load a row that holds NaN, an infinity or more than ``limit``; returns the bits of its largest
+    magnitude, which are 0 only if nothing but zeros is left.
+
+    Infinities become the largest finite magnitude of the row, what exceeds ``limit`` becomes ``limit``
+    (signs kept), NaN becomes 0 or is kept.
+    """
+    _widen(source, kind, row, dim)
+    x = carray(_ptr(row), (dim,), np.float32)
+    top = _F32(0.0)
+    kept = False
+    for d in range(dim):
+        if np.isnan(x[d]):
+            kept = keep_nan
+            x[d] = x[d] if keep_nan else _F32(0.0)
+        elif not np.isinf(x[d]):
+            top = max(top, abs(x[d]))
+    top = min(top, limit)
+    _clamp(row, dim, top)
+    if block > 1:
+        _rotate_f32(row, dim, block)
+        _clamp(row, dim, limit * _F32(np.sqrt(block)))
+        return _amax(row, dim)
+    return max(_u32(top), _U32(1 if kept else 0))
+
+
+@_inline
+def _clamp(row: int, dim: int, limit: Any) -> None:
+    """Saturate at +-limit; NaN stays."""
+    x = carray(_ptr(row), (dim,), np.float32)
+    for d in range(dim):
+        if x[d] > limit:
+            x[d] = limit
+        elif x[d] < -limit:
+            x[d] = -limit
+
+
+@_inline
+def _scale_bits(wanted: Any) -> Any:
+    """fp16 bits of the smallest fp16 >= ``wanted`` (a positive float32), at least 2**-24, at most 65504."""
+    if wanted < _F32(2.0**-14):
+        return max(_U32(1), _U32(np.ceil(wanted * _F32(2.0**24))))
+    if wanted >= _FP16_MAX:
+        return _U32(0x7BFF)
+    return _U32(_U32(_u32(wanted) + _U32(0x1FFF) - _U32(112 << 23)) >> _U32(13))
+
+
+@_inline
+def _scale_value(h: Any) -> Any:
+    """float32 value of finite, non-negative fp16 bits."""
+    if h < _U32(0x400):
+        return _F32(h) * _TINY
+    return _f32(_U32(_U32(h << _U32(13)) + _U32(112 << 23)))
+
+
+@_inline
+def _all_zero(address: int, nbytes: int) -> Any:
+    data = carray(_ptr(address), (nbytes,), np.uint8)
+    found = np.uint8(0)
+    for i in range(nbytes):
+        found |= data[i]
+    return found == 0
+
+
+@_inline
+def _clear(address: int, nbytes: int) -> None:
+    data = carray(_ptr(address), (nbytes,), np.uint8)
+    for i in range(nbytes):
+        data[i] = np.uint8(0)
+
+
+@_inline
+def _put_scale(address: int, h: Any) -> None:
+    data = carray(_ptr(address), (2,), np.uint8)  # bytes, as the address may be odd
+    data[0] = np.uint8(h & _U32(0xFF))
+    data[1] = np.uint8(h >> _U32(8))
+
+
+@_inline
+def _get_scale(address: int) -> Any:
+    data = carray(_ptr(address), (2,), np.uint8)
+    return _U32(_U32(data[0]) | (_U32(data[1]) << _U32(8)))
+
+
+# ---------------------------------------------------------------------------------------- codes
+
+
+@_inline
+def _put_int8(row: int, inverse: Any, codes: int, dim: int) -> None:
+    x = carray(_ptr(row), (dim,), np.float32)
+    out = carray(_ptr(codes), (dim,), np.uint8)
+    for d in range(dim):
+        out[d] = np.uint8(_u32(x[d] * inverse + _MAGIC))
+
+
+@_inline
+def _get_int8(codes: int, scale: Any, row: int, dim: int) -> None:
+    x = carray(_ptr(row), (dim,), np.float32)
+    data = carray(_ptr(codes), (dim,), np.int8)
+    for d in range(dim):
+        x[d] = _F32(data[d]) * scale
+
+
+@_inline
+def _put_fp8(row: int, inverse: Any, codes: int, dim: int) -> None:
+    x = carray(_ptr(row), (dim,), np.float32)
+    out = carray(_ptr(codes), (dim,), np.uint8)
+    for d in range(dim):
+        b = _u32(x[d] * inverse)
+        a = _U32(b & _ABS)
+        clamped = min(a, _U32(0x43E00000))  # 448
+        rounded = _U32(clamped + _U32(0x7FFFF) + ((clamped >> _U32(20)) & _U32(1)) - _U32(120 << 23)) >> _U32(
+            20
+        )
+        # Below 2**-6 steps are 2**-9, which is the spacing of float32 from 2**14 on.
+        small = _U32(_u32(_f32(a) + _F32(2.0**14)) - _U32(0x46800000))
+        code = _U32(small) if a < _U32(0x3C800000) else _U32(rounded)
+        code = _U32(0x7F) if a > _INF else code
+        out[d] = np.uint8(code | (_U32(b >> _U32(24)) & _U32(0x80)))
+
+
+@_inline
+def _get_fp8(codes: int, scale: Any, row: int, dim: int) -> None:
+    x = carray(_ptr(row), (dim,), np.float32)
+    data = carray(_ptr(codes), (dim,), np.uint8)
+    for d in range(dim):
+        c = _U32(data[d])
+        m = _U32(c & _U32(0x7F))
+        small = _u32(_F32(np.int32(m)) * _F32(2.0**-9))
+        a = _U32(small) if m < _U32(8) else _U32((m << _U32(20)) + _U32(120 << 23))
+        a = _U32(0x7FC00000) if m == _U32(0x7F) else a
+        x[d] = _f32(_U32(a | ((c & _U32(0x80)) << _U32(24)))) * scale
+
+
+@_inline
+def _nibble(value: Any) -> Any:
+    """Nearest integer of a float32, in -8..7, as the low four bits of the result."""
+    return _U32(_u32(value + _MAGIC) & _U32(15))
+
+
+@_inline
+def _put_int4(row: int, inverse: Any, codes: int, dim: int) -> None:
+    pairs, half = dim // 2, (dim + 1) // 2
+    low = carray(_ptr(row), (half,), np.float32)
+    high = carray(_ptr(row + 4 * half), (pairs,), np.float32)
+    out = carray(_ptr(codes), (half,), np.uint8)
+    for d in range(pairs):
+        out[d] = np.uint8(_nibble(low[d] * inverse) | (_nibble(high[d] * inverse) << _U32(4)))
+    if half > pairs:
+        out[pairs] = np.uint8(_nibble(low[pairs] * inverse))
+
+
+@_inline
+def _get_int4(codes: int, row: int, dim: int) -> None:
+    """Signed nibbles -> int8 at ``row``."""
+    pairs, half = dim // 2, (dim + 1) // 2
+    whole = pairs - pairs % 32
+    for d in range(0, whole, 32):
+        _unpack(codes + d, row + d, row + half + d)
+    low = carray(_ptr(row), (half,), np.int8)
+    high = carray(_ptr(row + half), (pairs,), np.int8)
+    data = carray(_ptr(codes), (half,), np.uint8)
+    for d in range(whole, half):
+        low[d] = np.int8(((data[d] & np.uint8(15)) ^ np.uint8(8)) - np.uint8(8))
+    for d in range(whole, pairs):
+        high[d] = np.int8(((data[d] >> np.uint8(4)) ^ np.uint8(8)) - np.uint8(8))
+
+
+# ---------------------------------------------------------------------------------------- runs of blocks
+
+INT8, FP8, INT4 = 0, 1, 2  # ``code``
+
+
+def _make_encode(fixed: int) -> Any:
+    def encode_rows(how: Ints, shape: Ints, source: Ints, target: Ints, scratch: int) -> None:
+        """Encode one part of a run of blocks. Strides and sizes are in bytes.
+
+        how: code (INT8, FP8, INT4), size of the Walsh-Hadamard blocks along dim (1 for none), kind of source.
+        shape: heads, blocks, tokens per block, dim.
+        source: address of element [0][0][0], stride of heads, stride of tokens.
+        target: address of the part's first scale, stride of blocks, stride of heads.
+        scratch: address of 4 * tokens * (dim + 2) bytes.
+        """
+        code, block, kind = how
+        heads, blocks, tokens, dim = shape
+        source_at, source_head, source_token = source
+        target_at, target_block, target_head = target
+        if fixed:
+            dim = fixed
+        nbytes = (dim + 1) // 2 if code == INT4 else dim
+        top_code = _F32(127.0) if code == INT8 else (_F32(448.0) if code == FP8 else _F32(7.0))
+        limit = top_code * _FP16_MAX
+        norm = _F32(1.0 / np.sqrt(block))
+        tops = carray(_ptr(scratch + 4 * dim * tokens), (tokens,), np.uint32)
+        inverses = carray(_ptr(scratch + 4 * dim * tokens + 4 * tokens), (tokens,), np.float32)
+        for h in range(heads):
+            for b in range(blocks):
+                first = source_at + h * source_head + b * tokens * source_token
+                scales = target_at + b * target_block + h * target_head
+                # Pass by pass over the block, so that no row waits for the division of the one before.
+                for t in range(tokens):
+                    row, address = scratch + 4 * dim * t, first + t * source_token
+                    _widen(address, kind, row, dim)
+                    if block > 1:
+                        _rotate_f32(row, dim, block)
+                    tops[t] = _amax(row, dim)
+                    if tops[t] > _u32(limit):
+                        tops[t] = _tame(address, kind, row, dim, block, limit, code == FP8)
+                for t in range(tokens):
+                    stored = _scale_bits(_f32(tops[t]) * norm / top_code) if tops[t] > _U32(0) else _U32(0)
+                    _put_scale(scales + 2 * t, stored)
+                    inverses[t] = norm / _scale_value(stored) if stored > _U32(0) else _F32(0.0)
+                for t in range(tokens):
+                    row, codes = scratch + 4 * dim * t, scales + 2 * tokens + t * nbytes
+                    if code == INT8:
+                        _put_int8(row, inverses[t], codes, dim)
+                    elif code == FP8:
+                        _put_fp8(row, inverses[t], codes, dim)
+                    else:
+                        _put_int4(row, inverses[t], codes, dim)
+                    if tops[t] == _U32(0):  # E4M3 has a -0
+                        _clear(codes, nbytes)
+
+    return _kernel(encode_rows)
+
+
+def _make_decode(fixed: int) -> Any:
+    def decode_rows(how: Ints, shape: Ints, source: Ints, target: Ints, scratch: int) -> int:
+        """The reverse: ``source`` is laid out as ``target`` was, and scratch has 5 * dim bytes.
+
+        Returns -1, or ``(head * blocks + block) * tokens + token`` of the first scale that no encoder
+        writes: negative (also -0), NaN, infinite, or zero beside codes that are not all zero.
+        """
+        code, block, kind = how
+        heads, blocks, tokens, dim = shape
+        source_at, source_block, source_head = source
+        target_at, target_head, target_token = target
+        if fixed:
+            dim = fixed
+        nbytes = (dim + 1) // 2 if code == INT4 else dim
+        norm = _F32(1.0 / np.sqrt(block))
+        nibbles = scratch + 4 * dim
+        for h in range(heads):
+            for b in range(blocks):
+                first = target_at + h * target_head + b * tokens * target_token
+                scales = source_at + b * source_block + h * source_head
+                for t in range(tokens):
+                    codes = scales + 2 * tokens + t * nbytes
+                    stored = _get_scale(scales + 2 * t)
+                    if stored >= _U32(0x7C00) or (stored == _U32(0) and not _all_zero(codes, nbytes)):
+                        return (h * blocks + b) * tokens + t
+                    scale = _scale_value(stored)
+                    if code == INT8:
+                        _get_int8(codes, scale, scratch, dim)
+                    elif code == FP8:
+                        _get_fp8(codes, scale, scratch, dim)
+                    else:
+                        _get_int4(codes, nibbles, dim)
+                        _get_int8(nibbles, scale * norm, scratch, dim)
+                        if block > 1:
+                            _rotate_f32(scratch, dim, block)
+                    _narrow(scratch, first + t * target_token, kind, dim)
+        return -1
+
+    return _kernel(decode_rows)
+
+
+# The usual head dims have kernels of their own: with a constant trip count LLVM unrolls the row loops
+# completely. Each is compiled when first used.
+_FIXED = (64, 128)
+_ENCODE = {dim: _make_encode(dim) for dim in (0, *_FIXED)}
+_DECODE = {dim: _make_decode(dim) for dim in (0, *_FIXED)}
+
+
+def encoder(dim: int) -> Any:
+    """The ``encode_rows`` to use for rows of ``dim`` elements."""
+    return _ENCODE[dim if dim in _FIXED else 0]
+
+
+def decoder(dim: int) -> Any:
+    """The ``decode_rows`` to use for rows of ``dim`` elements."""
+    return _DECODE[dim if dim in _FIXED else 0]
