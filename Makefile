@@ -1,10 +1,10 @@
-# The only entry points: make demo, make test, make lint, make bench, make install, make clean.
+# The only entry points: make demo, make test, make lint, make bench, make docs, make install, make clean.
 PY ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint bench clean
+.PHONY: install demo test lint bench docs clean
 
 install: $(STAMP)
 
@@ -30,6 +30,9 @@ lint: install
 bench: install
 	$(BIN)/python tools/fabric_throughput.py
 	$(BIN)/hypercache benchmark
+
+docs: install
+	$(BIN)/python tools/settings_table.py
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis

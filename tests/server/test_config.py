@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import re
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hypercache.server.settings import host_port, is_loopback, parse_bytes, show
 from hypercache.store.limits import memory_limit
 
 MIB = 1 << 20
+ROOT = Path(__file__).parents[2]
 
 
 def write(path: Path, text: str) -> Path:
@@ -311,3 +313,13 @@ def test_sizes_are_shown_exactly() -> None:
     assert show_bytes(4 << 30) == "4 GiB (4294967296)"
     assert show_bytes(1536) == "1.5 KiB (1536)"
     assert show_bytes(0) == "0 B (0)"
+
+
+def test_the_documented_table_is_the_one_in_force() -> None:
+    spec = importlib.util.spec_from_file_location("settings_table", ROOT / "tools" / "settings_table.py")
+    assert spec is not None and spec.loader is not None
+    tool = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(tool)
+    page = tool.PAGE.read_text(encoding="utf-8")
+    assert page == tool.render(page), "docs/configuration.md is behind the settings: run make docs"
+    assert all(f"| `{key}` |" in page for key in FIELDS)
