@@ -8,18 +8,20 @@ from __future__ import annotations
 from hypercache.store.arena import Arena, SizeClass, Slab
 from hypercache.store.index import (
     COMMITTED,
+    COMPLETE,
     DOOMED,
     FREED,
     PENDING,
     Block,
     Tree,
     detach,
+    hold,
     subtree,
     unhold,
 )
 from hypercache.store.policy import ColdQueue
 
-BLOCK_OVERHEAD = 1024  # index bytes charged per block ...
+BLOCK_OVERHEAD = 768  # index bytes charged per block ...
 LAYER_OVERHEAD = 4  # ... and per layer of it (its checksum). tests/store/test_memory.py measures both.
 _REAP_ON_DEMAND = 64
 
@@ -69,20 +71,26 @@ class Room:
         self.blocks += 1
         return block
 
-    def committed(self, block: Block) -> None:
-        """``block`` and what was complete and waited for it become visible."""
-        waiting = [block]
-        for node in waiting:
+    def complete(self, block: Block) -> None:
+        """All layers of ``block`` are in place. It becomes visible, and with it what waited for it; or it waits
+        for its prefix, and is held meanwhile: its writer was told that it is stored."""
+        block.state = COMPLETE
+        hold(block)
+        if block.parent is not None and block.parent.state != COMMITTED:
+            return
+        ready = [block]
+        for node in ready:
             node.state = COMMITTED
             node.tree.committed += 1
             self.visible += 1
             self.visible_nbytes += node.tree.space.nbytes
-            self._offer(node)
             child = node.child
             while child is not None:
-                if child.state != PENDING:
-                    waiting.append(child)
+                if child.state == COMPLETE:
+                    ready.append(child)
                 child = child.next
+        for node in ready:
+            self.drop_hold(node)
 
     # -- held
 
@@ -115,6 +123,7 @@ class Room:
         nodes = subtree(block)
         count = 0
         pending: list[Block] = []
+        waiting: list[Block] = []
         for node in nodes:
             blocks = node.tree.blocks
             if blocks.get(node.digest) is node:
@@ -123,7 +132,11 @@ class Room:
                 count += self._hide(node)
             elif node.state == PENDING:
                 pending.append(node)
+            elif node.state == COMPLETE:
+                waiting.append(node)
             node.state = DOOMED
+        for node in waiting:
+            self.drop_hold(node)
         for node in reversed(nodes):
             if node.state == DOOMED and node.held == 0 and node.child is None:
                 self._free(node)

@@ -13,7 +13,7 @@ from collections.abc import Hashable, Sequence
 from hypercache.errors import ConfigError, HyperCacheError, SpecError, StoreFull
 from hypercache.store.arena import MAX_CAPACITY, MIN_CAPACITY, Arena, region_nbytes
 from hypercache.store.holds import Batch, HoldEnded, Lease, Reason, Reservation, Skip
-from hypercache.store.index import COMMITTED, COMPLETE, DOOMED, FREED, Block, Tree, attach, detach, hold
+from hypercache.store.index import COMMITTED, DOOMED, FREED, Block, Tree, attach, detach, hold
 from hypercache.store.ledger import Ledger
 from hypercache.store.namespace import Namespace, NamespaceInfo
 from hypercache.store.policy import Lru, Policy
@@ -277,10 +277,8 @@ class BlockStore:
         if reservation.filled != (1 << block.tree.space.layers) - 1:
             return False
         block.writer = None
-        block.state = COMPLETE
         self._ledger.committed += 1
-        if block.parent is None or block.parent.state == COMMITTED:
-            self._room.committed(block)
+        self._room.complete(block)
         self._ledger.end(reservation, "committed")
         return True
 

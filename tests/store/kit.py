@@ -1,0 +1,124 @@
+"""What the store's tests share: digests, self-identifying payloads, and an audit of the whole structure."""
+
+from __future__ import annotations
+
+import hashlib
+import zlib
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from hypercache.store import Block, BlockStore, Lease, Namespace, NamespaceInfo, Reservation, Skip
+from hypercache.store.index import COMMITTED, COMPLETE, DOOMED, FREED, PENDING
+from hypercache.store.room import index_nbytes
+
+MIB = 1 << 20
+
+
+def info(
+    name: str, chunks: Sequence[int], block_size: int = 16, codec: str = "raw", label: str = ""
+) -> NamespaceInfo:
+    digest = hashlib.blake2b(name.encode(), digest_size=16).digest()
+    return NamespaceInfo(digest, tuple(chunks), block_size, codec, label or name)
+
+
+def chain(name: str, length: int) -> list[bytes]:
+    """Digests of a prompt's blocks."""
+    return [hashlib.blake2b(f"{name}/{i}".encode(), digest_size=32).digest() for i in range(length)]
+
+
+def payload(digest: bytes, layer: int, nbytes: int) -> bytes:
+    """Bytes that say whose they are, everywhere in the chunk."""
+    stamp = hashlib.blake2b(digest + layer.to_bytes(2, "little"), digest_size=16).digest()
+    return (stamp * (nbytes // 16 + 1))[:nbytes]
+
+
+def write_layer(store: BlockStore, reservation: Reservation, layer: int, now: float) -> bool:
+    view = reservation.chunk(layer)
+    data = payload(reservation.digest, layer, view.nbytes)
+    view[:] = data
+    return store.fill(reservation, layer, zlib.crc32(data), now)
+
+
+def write(store: BlockStore, reservation: Reservation, now: float = 0.0) -> None:
+    """Fill all layers."""
+    layers = reservation.block.tree.space.layers
+    done = [write_layer(store, reservation, layer, now) for layer in range(layers)]
+    assert done == [False] * (layers - 1) + [True]
+
+
+def put(
+    store: BlockStore, ns: Namespace, digests: Sequence[bytes], now: float, parent: bytes | None = None
+) -> list[str]:
+    """Store a chain; "stored" or the reason of the skip, per block."""
+    out = []
+    for entry in store.reserve(ns, parent, digests, "writer", now):
+        if isinstance(entry, Skip):
+            out.append(entry.reason)
+        else:
+            write(store, entry, now)
+            out.append("stored")
+    return out
+
+
+def intact(store: BlockStore, blocks: Iterable[Block]) -> bool:
+    """Every byte is the block's own and matches the checksum given at store."""
+    for block in blocks:
+        for layer in range(block.tree.space.layers):
+            data = bytes(store.chunk(block, layer))
+            if data != payload(block.digest, layer, len(data)) or zlib.crc32(data) != block.crcs[layer]:
+                return False
+    return True
+
+
+def live_blocks(store: BlockStore) -> list[Block]:
+    return [b for slab in store._arena.slabs() for b in slab.owners if b is not None]
+
+
+def audit(store: BlockStore, pinned: Iterable[Lease | Reservation] = ()) -> None:
+    """Check every identity of the structure from scratch. Slow; looks inside on purpose. ``pinned``: what the
+    caller has pinned just now."""
+    pinned = set(pinned)
+    room, arena, stats = store._room, store._arena, store.stats()
+    blocks = live_blocks(store)
+    assert len(set(map(id, blocks))) == len(blocks) == room.blocks
+    assert stats.bytes_used == sum(b.slab.klass.nbytes for b in blocks) <= stats.bytes_data
+    assert stats.bytes_index == sum(index_nbytes(b.tree.space.layers) for b in blocks)
+    assert stats.bytes_data + stats.bytes_index_limit <= stats.capacity
+    assert stats.bytes_index <= stats.bytes_index_limit
+    for slab in arena.slabs():
+        assert slab.used == sum(b is not None for b in slab.owners) > 0
+        assert slab.held == sum(b is not None and b.held > 0 for b in slab.owners)
+        assert (slab in slab.klass.partial) == (slab.used < slab.klass.count)
+        assert slab.queued or slab.held
+    visible = [b for b in blocks if b.state == COMMITTED and b.tree.live]
+    assert stats.blocks == len(visible) == sum(tree.committed for tree in store._trees.values())
+    assert stats.bytes_stored == sum(b.tree.space.nbytes for b in visible) <= stats.bytes_used
+    children = Counter(id(b.parent) for b in blocks)
+    held_children = Counter(id(b.parent) for b in blocks if b.held)
+    own = Counter(id(h.held_block) for mine in store._ledger._owned.values() for h in mine)
+    for block in blocks:
+        assert block.slab.owners[block.slot] is block and block.state != FREED
+        found = block.tree.blocks.get(block.digest) is block
+        if block.tree.live:
+            assert found == (block.state < DOOMED)
+        linked, child = 0, block.child
+        while child is not None:
+            assert child.parent is block
+            linked, child = linked + 1, child.next
+        assert linked == children[id(block)]
+        # Holds: its held children's, its own, one while it waits, and ended ones that ``pinned`` keeps.
+        kept = sum(h.held_block is block and not h.open for h in pinned)
+        assert block.held == held_children[id(block)] + own[id(block)] + (block.state == COMPLETE) + kept
+        assert (block.writer is not None) == (block.state == PENDING)
+        if block.state == COMMITTED and block.evictable:
+            assert block.queued
+        if block.hidden:
+            assert block.held or block.child is not None or not block.tree.live
+        parent = block.parent
+        if parent is not None:  # no orphans
+            assert parent.state != FREED and parent.tree is block.tree
+            assert parent.rank >= block.rank
+            if block.state == COMMITTED and block.tree.live:
+                assert parent.state == COMMITTED
+            if parent.state == DOOMED:
+                assert block.state == DOOMED
