@@ -9,10 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
+import logging
 import random
 from typing import TypeVar
-
-import structlog
 
 from fabrics import Channel, FabricError, Frame, Limits, Outgoing, Sink, fabric_for
 from hypercache import protocol
@@ -57,7 +56,7 @@ class Link:
         self._fabric = fabric_for(uri, limits)
         self._operations: dict[int, Operation] = {}
         self._ids = itertools.count(1)
-        self._log = structlog.get_logger("hypercache.client").bind(uri=uri)
+        self._log = logging.getLogger("hypercache.client")  # the engine's own logging, silent by default
         self._lost = asyncio.Event()
         self._tried = asyncio.Event()  # the first try is over
         self._task: asyncio.Task[None] | None = None
@@ -94,7 +93,7 @@ class Link:
             except (FabricError, HyperCacheError) as error:
                 self.error = error
                 self._down(f"{self.uri}: {error}")
-                self._log.info("server unreachable", reason=str(error), retry_s=round(pause, 2))
+                self._log.info("%s unreachable, trying again within %.2f s: %s", self.uri, pause, error)
                 self._tried.set()
             # Full jitter: a thousand clients of a server that comes back do not return in one wave.
             await asyncio.sleep(random.uniform(FIRST_PAUSE_S / 2, pause))
@@ -125,7 +124,7 @@ class Link:
             raise
         self.server, self.opened, self.handle, self.error = server, opened, opened.handle, None
         self.state, self.reason = "ready", ""
-        self._log.debug("connected", agent=server.agent, blocks=opened.blocks)
+        self._log.info("%s connected: %s, %d blocks in our namespace", self.uri, server.agent, opened.blocks)
 
     def _drop(self, channel: Channel, error: Exception | None) -> None:
         self.channel = None
@@ -193,7 +192,7 @@ class Link:
         try:
             return self._on_frame(channel, frame)
         except ProtocolError as error:
-            self._log.warning("the server broke the protocol", reason=str(error))
+            self._log.warning("%s broke the protocol: %s", self.uri, error)
             channel.abort(error)
             return None
 
@@ -227,7 +226,7 @@ class Link:
         self.channel = None
         reason = f"connection to {self.uri} lost" + (f": {error}" if error else "")
         if self.state == "ready":
-            self._log.info("connection lost", reason=str(error or "closed by the server"))
+            self._log.warning("%s lost, requests miss until it is back: %s", self.uri, error or "closed")
         self._down(reason)
         self._end_all(reason)
         self._lost.set()
