@@ -93,22 +93,20 @@ def _parse_port(uri: str, text: str | None, listening: bool) -> int:
 
 async def resolve(address: HostPort) -> list[Endpoint]:
     """All addresses of a host, in the system's order. Literals ask no resolver. Raises AddressError."""
-    kinds = (socket.SOCK_STREAM, socket.IPPROTO_TCP)
+    host, port = address.host, address.port
+    kind = {"type": socket.SOCK_STREAM, "proto": socket.IPPROTO_TCP}
     try:
-        found = socket.getaddrinfo(address.host, address.port, 0, *kinds, socket.AI_NUMERICHOST)
-    except socket.gaierror as literal:
-        if ":" in address.host:
-            raise AddressError(
-                f"{address}: {literal.strerror}; is the zone after % an interface here?"
-            ) from None
         try:
-            found = await asyncio.get_running_loop().getaddrinfo(
-                address.host, address.port, type=kinds[0], proto=kinds[1]
-            )
-        except (socket.gaierror, UnicodeError) as error:
-            reason = error.strerror if isinstance(error, socket.gaierror) else error
-            raise AddressError(f"{address}: cannot resolve {address.host!r}: {reason}") from None
-    except OSError as error:
-        raise AddressError(f"{address}: {error}; is the zone after % an interface here?") from None
+            found = socket.getaddrinfo(host, port, flags=socket.AI_NUMERICHOST, **kind)
+        except socket.gaierror:
+            if ":" in host:
+                raise
+            found = await asyncio.get_running_loop().getaddrinfo(host, port, **kind)
+    except (OSError, UnicodeError) as error:
+        reason = error.strerror if isinstance(error, OSError) else error
+        remedy = (
+            "is the zone after % an interface here?" if "%" in host else "check the name and the resolver"
+        )
+        raise AddressError(f"{address}: cannot resolve {host!r}: {reason}; {remedy}") from None
     unique = dict.fromkeys((family, sockaddr) for family, _, _, _, sockaddr in found)
     return [Endpoint(family, sockaddr) for family, sockaddr in unique]
