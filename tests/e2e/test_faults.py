@@ -126,7 +126,7 @@ async def test_client_first(tmp_path: Path) -> None:
             assert (await client.store(tokens, kv)).stored == 0
             slowest = max(slowest, time.monotonic() - began)
         assert slowest < 1.0  # nothing waited for a connection
-        with pytest.raises(Unavailable, match="127.0.0.1"):
+        with pytest.raises(Unavailable, match=r"127\.0\.0\.1"):
             await client.clear()
         server = Server(port)
         try:
@@ -396,7 +396,8 @@ async def test_fork_is_refused_in_the_child_and_harmless_in_the_parent(server: S
 SYNC_SCRIPT = """
     import hypercache, sys
     from tests.e2e.conftest import *
-    client = hypercache.connect_sync({uri!r}, model=make_spec(), codec="raw", tenant=hypercache.TenantKey.public())
+    tenant = hypercache.TenantKey.public()
+    client = hypercache.connect_sync({uri!r}, model=make_spec(), codec="raw", tenant=tenant)
     kv = fill(KVBuffers.allocate(make_spec(), 65), 1)
     assert client.store(tokens_of(1, 65), kv).stored == 4
     into = poisoned(make_spec(), 65)
@@ -464,7 +465,7 @@ async def test_drain_lets_running_streams_end(server: Server) -> None:
 
 
 async def test_slow_readers_cost_the_server_no_memory() -> None:
-    """D12, H07: asked for much and not reading: output waits in the arena, not in buffers; nobody is evicted."""
+    """D12, H07: asked for much, not reading: output waits in the arena, not in buffers; nobody is evicted."""
     spec = make_spec(layers=8, heads=8, dim=128)
     async with running_node(memory=128 << 20) as node, client_of(node.uris[0], model=spec) as client:
         tokens = tokens_of(80, 1025)

@@ -227,7 +227,7 @@ async def test_buffers_that_do_not_fit_are_refused_before_a_byte_moves(connect: 
         await connect(make_spec(dtype=KVDtype.FP8_E4M3, kv_scales=((1.0, 1.0),) * 4), codec="int8")
     with pytest.raises(ConfigError, match="int9"):
         await connect(codec="int9")
-    with pytest.raises(HyperCacheError, match="16, 64|16 or 64"):
+    with pytest.raises(HyperCacheError, match=r"16, 64|16 or 64"):
         await connect(block_size=32)
     for deadline in (0, -1, float("nan"), float("inf")):
         with pytest.raises(ConfigError, match="deadline"):
