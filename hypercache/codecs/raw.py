@@ -7,7 +7,6 @@ bytes pass untouched, their scales live in :class:`hypercache.model.ModelSpec`.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -47,18 +46,14 @@ class RawCodec(Codec):
 
 
 def _views(layout: KVLayout, blocks: int, tokens: int, rows: Bytes2D, parts: Parts) -> _Pairs:
-    """For each part, the same bytes in the chunks and in the engine's array: (block, head, token, byte)."""
-    head_nbytes = layout.chunk_nbytes(tokens) // layout.heads
+    """For each part, views of its bytes in the chunks and in the engine's array: (head, block, token, byte).
+
+    Every reshape only splits an axis, so none of them copies.
+    """
+    chunks = rows.reshape(blocks, layout.heads, -1).transpose(1, 0, 2)
     offset = 0
     for part, array in zip(layout.parts, parts, strict=True):
         row = part.dim * array.itemsize
-        shape = (blocks, layout.heads, tokens, row)
-        inside = _strided(rows[:1, offset : offset + 1], shape, (rows.strides[0], head_nbytes, row, 1))
-        first = array[:1, :1, :1].reshape(1).view(np.uint8)
-        outside = _strided(first, shape, (tokens * array.strides[1], array.strides[0], array.strides[1], 1))
-        yield inside, outside
+        shape = (layout.heads, blocks, tokens, row)
+        yield chunks[:, :, offset : offset + tokens * row].reshape(shape), array.view(np.uint8).reshape(shape)
         offset += tokens * row
-
-
-def _strided(start: npt.NDArray[np.uint8], shape: tuple[int, ...], strides: tuple[int, ...]) -> Any:
-    return np.lib.stride_tricks.as_strided(start, shape, strides, writeable=start.flags.writeable)

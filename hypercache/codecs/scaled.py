@@ -57,15 +57,15 @@ class ScaledCodec(Codec):
     def encode(self, layout: KVLayout, parts: Parts, out: Bytes2D) -> None:
         blocks, tokens = check_shapes(self, layout, parts, out)
         check_writable("out", out)
-        head_nbytes = self.chunk_nbytes(layout, tokens) // layout.heads
-        offset = 0
+        head_nbytes = out.shape[1] // layout.heads
+        start, offset = out.ctypes.data, 0
         for part, array in zip(layout.parts, parts, strict=True):
             scratch = np.empty(4 * tokens * (part.dim + 2), np.uint8)
             kernels.encoder(part.dim)(
                 (self.code, self.rotation(part.dim), _KINDS[layout.dtype]),
                 (layout.heads, blocks, tokens, part.dim),
                 (array.ctypes.data, array.strides[0], array.strides[1]),
-                (out.ctypes.data + offset, out.strides[0], head_nbytes),
+                (start + offset, out.strides[0], head_nbytes),
                 scratch.ctypes.data,
             )
             offset += tokens * (_SCALE + self.row_nbytes(part.dim))
@@ -74,14 +74,14 @@ class ScaledCodec(Codec):
         blocks, tokens = check_shapes(self, layout, parts, data)
         for part, array in zip(layout.parts, parts, strict=True):
             check_writable(f"part {part.name!r}", array)
-        head_nbytes = self.chunk_nbytes(layout, tokens) // layout.heads
-        offset = 0
+        head_nbytes = data.shape[1] // layout.heads
+        start, offset = data.ctypes.data, 0
         for part, array in zip(layout.parts, parts, strict=True):
             scratch = np.empty(5 * part.dim, np.uint8)
             bad = kernels.decoder(part.dim)(
                 (self.code, self.rotation(part.dim), _KINDS[layout.dtype]),
                 (layout.heads, blocks, tokens, part.dim),
-                (data.ctypes.data + offset, data.strides[0], head_nbytes),
+                (start + offset, data.strides[0], head_nbytes),
                 (array.ctypes.data, array.strides[0], array.strides[1]),
                 scratch.ctypes.data,
             )
