@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from functools import partial
 from statistics import median
 from typing import Any
 
@@ -51,17 +52,18 @@ def hashing(tokens: int = 1_000_000, rounds: int = 3) -> dict[str, float]:
     rates: dict[str, float] = {}
     for block_size in (16, 64):
         ns = Namespace.build(kv_spec(), block_size=block_size, codec="raw", tenant=tenant)
-        spent = [seconds(lambda ns=ns: causal_digests(ns, tenant, ids)) for _ in range(rounds)]
+        spent = [seconds(partial(causal_digests, ns, tenant, ids)) for _ in range(rounds)]
         rates[f"tokens_per_s_{block_size}"] = tokens / median(spent)
     return rates
 
 
-def engine(uri: str, prompt_tokens: int = 1024, rounds: int = 5) -> dict[str, Any]:
+def engine(
+    uri: str, config: ReferenceConfig = ENGINE, prompt_tokens: int = 1024, rounds: int = 5
+) -> dict[str, Any]:
     """The reference engine: prefill cold, and with its prefix from the live server (codec raw, lossless)."""
-    model = ReferenceModel(ENGINE, seed=7)
-    ids = np.random.default_rng(2).integers(0, ENGINE.vocab, prompt_tokens)
-    prefill(model, ids[:64])
-    colds = [prefill(model, ids) for _ in range(1)]
+    model = ReferenceModel(config, seed=7)
+    ids = np.random.default_rng(2).integers(0, config.vocab, prompt_tokens)
+    colds = [prefill(model, ids)]
     cold_s = [seconds(lambda: colds.append(prefill(model, ids))) for _ in range(3)]
     cold = colds[-1]
     with connect_sync(uri, model=model.spec, codec="raw", deadline=DEADLINE_S) as client:

@@ -35,10 +35,10 @@ def local_server(memory: str) -> Iterator[dict[str, Any]]:
         process = subprocess.Popen(
             command, env=env, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=log, text=True
         )
-        assert process.stdout is not None
         watchdog = threading.Timer(READY_S, process.kill)
-        watchdog.start()
         try:
+            watchdog.start()
+            assert process.stdout is not None
             line = process.stdout.readline()
             watchdog.cancel()
             if not line:

@@ -67,7 +67,7 @@ class ServerConfig:
     )
     memory: int = _setting(
         "25%",
-        settings.share_of_memory(1 << 20, memory_limit),
+        settings.share_of_memory(8 << 20, memory_limit),
         "Cap of the RAM tier, index and buffers included. A share counts from the cgroup's limit, "
         "or the machine's memory where there is none.",
     )
