@@ -54,12 +54,15 @@ class Room:
         if klass is None:
             return None
         charge = index_nbytes(tree.space.layers)
-        if self._dead:
+        found = None
+        if self.index_used + charge <= self.index_capacity:
+            found = self.arena.allocate(klass)
+        if found is None and self._dead:
             self.reap(_REAP_ON_DEMAND)
         while self.index_used + charge > self.index_capacity:
             if not self._evict_coldest():
                 return None
-        found = self.arena.allocate(klass)
+        found = found or self.arena.allocate(klass)
         while found is None:
             if not self._evict_for(klass):
                 return None
@@ -72,8 +75,8 @@ class Room:
         return block
 
     def complete(self, block: Block) -> None:
-        """All layers of ``block`` are in place. It becomes visible, and with it what waited for it; or it waits
-        for its prefix, and is held meanwhile: its writer was told that it is stored."""
+        """All layers of ``block`` are in place. It becomes visible, and so does what waited for it; or it
+        waits for its prefix, and is held meanwhile: its writer was told that it is stored."""
         block.state = COMPLETE
         hold(block)
         if block.parent is not None and block.parent.state != COMMITTED:
@@ -172,7 +175,7 @@ class Room:
                 self._slabs.forget(node.slab)
             if parent is None or parent.child is not None or parent.held:
                 return
-            if not parent.hidden:
+            if parent.tree.blocks.get(parent.digest) is parent:  # visible, or reap comes to it
                 self._offer(parent)
                 return
             node = parent

@@ -338,8 +338,9 @@ class BlockStore:
     def sweep(self, now: float) -> None:
         """Housekeeping, every second or so: expired leases, stalled writers, some of what was cleared."""
         self._ledger.expire(now)
-        for writer in self._ledger.stalled_since(now - self.store_stall_s):
-            self._ledger.stalled += not writer.ended
+        stalled = self._ledger.stalled_since(now - self.store_stall_s)
+        self._ledger.stalled += len(stalled)
+        for writer in stalled:
             self.abort(writer, "the writer had stalled")
         self._room.reap(_SWEEP_STEPS)
 

@@ -1,4 +1,4 @@
-"""I04, D07, E02, L01: any order of operations keeps every identity and never touches a byte that is in use."""
+"""I04, D07, E02, L01: any order of operations keeps every identity and no byte in use is touched."""
 
 from __future__ import annotations
 
@@ -29,6 +29,7 @@ SPACES = {
     "half": (400_000, 200_001),
     "wide": (1_200_000,),
 }
+NAMES = st.sampled_from(sorted(SPACES))
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple)
 OWNERS = st.sampled_from(["a", "b", "c"])
 
@@ -78,7 +79,7 @@ class Machine(RuleBasedStateMachine):
 
     @rule(
         target=reservations,
-        space=st.sampled_from(sorted(SPACES)),
+        space=NAMES,
         path=PATHS,
         skip=st.integers(0, 2),
         owner=OWNERS,
@@ -106,14 +107,14 @@ class Machine(RuleBasedStateMachine):
         self.reconcile()
         return got
 
-    @rule(space=st.sampled_from(sorted(SPACES)), path=PATHS, owner=OWNERS)
+    @rule(space=NAMES, path=PATHS, owner=OWNERS)
     def put(self, space, path, owner):
         for _, reservation in self.take(space, path, 0, owner):
             self.fill((space, reservation), [0, 1, 2])
 
     @rule(target=reservations, item=reservations, owner=OWNERS, pin=st.booleans())
     def write_again(self, item, owner, pin):
-        """E03: somebody else wants a block whose writer may have stalled, perhaps with a transport at work."""
+        """E03: somebody wants a block whose writer may have stalled, perhaps with a transport at work."""
         space, reservation = item
         if pin:
             self.pin_any(reservation)
@@ -179,9 +180,7 @@ class Machine(RuleBasedStateMachine):
             self.store.unpin(held)
             self.pins.remove(held)
 
-    @rule(
-        target=leases, space=st.sampled_from(sorted(SPACES)), path=PATHS, owner=OWNERS, ttl=st.floats(0.5, 20)
-    )
+    @rule(target=leases, space=NAMES, path=PATHS, owner=OWNERS, ttl=st.floats(0.5, 20))
     def lease(self, space, path, owner, ttl):
         digests = prefixes(path)
         count = self.store.match(self.spaces[space], digests, self.now)
@@ -200,14 +199,14 @@ class Machine(RuleBasedStateMachine):
         self.store.release(lease)
         assert not lease.open
 
-    @rule(space=st.sampled_from(sorted(SPACES)), path=PATHS)
+    @rule(space=NAMES, path=PATHS)
     def evict(self, space, path):
         digest = name(path)
         before = self.visible()
         self.drop(space, digest)
         assert self.store.evict(self.spaces[space], [digest]) == len(before - self.visible())
 
-    @rule(space=st.sampled_from(sorted(SPACES)))
+    @rule(space=NAMES)
     def clear(self, space):
         count = sum(s == space for s, _ in self.visible())
         self.full = {(s, d) for s, d in self.full if s != space}
