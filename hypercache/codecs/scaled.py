@@ -13,7 +13,7 @@ An encoded chunk is ``[head][part]`` of ``scales[token]`` (little-endian IEEE 75
 * decoding gives code * scale, rounded once to the output dtype, to nearest even. fp16 output saturates
   at 65504. Denormal values are values like any other.
 
-So, with s = max(amax / top * (1 + 2**-10), 2**-24), the error of a finite value, before the rounding of
+So, with s = amax / top * (1 + 2**-10) + 2**-24, the error of a finite value, before the rounding of
 the output, is at most s / 2 for the integer codes; for `fp8` it is at most 2**-4 of the value where that
 is >= s * 2**-6, and s * 2**-10 below.
 """
