@@ -24,20 +24,22 @@ def as_bytes(view: memoryview, writable: bool = False) -> memoryview:
 class Cursor:
     """A position in a list of views. ``left`` bytes are still ahead of it."""
 
-    __slots__ = ("_index", "_offset", "_views", "left", "started")
+    __slots__ = ("_index", "_offset", "_views", "left")
 
     def __init__(self, views: Sequence[memoryview], *, writable: bool = False) -> None:
         self._views = [as_bytes(view, writable) for view in views if view.nbytes]
         self._index = 0
         self._offset = 0
         self.left = sum(map(len, self._views))
-        self.started = False
 
     def peek(self, limit: int) -> tuple[list[memoryview], int]:
         """Views of the next bytes and their number: at most ``limit`` (> 0), at least one if any is left."""
+        offset = self._offset
+        if len(self._views) == 1:  # nearly always
+            view = self._views[0][offset : offset + limit]
+            return [view], len(view)
         found: list[memoryview] = []
         room = limit
-        offset = self._offset
         for index in range(self._index, min(len(self._views), self._index + _MAX_VIEWS)):
             view = self._views[index]
             if offset or len(view) > room:
@@ -52,7 +54,6 @@ class Cursor:
     def advance(self, count: int) -> None:
         """Move ``count`` (<= ``left``) bytes ahead. When all have passed, no view is referenced any more."""
         self.left -= count
-        self.started = True
         if not self.left:
             self._views.clear()
             return

@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 
 from fabrics.base import Channel, ChannelStats, Frame, Handler, Limits, Outgoing, Sink, Source
-from fabrics.buffers import Cursor
+from fabrics.buffers import Cursor, as_bytes
 from fabrics.errors import ChannelClosed, ChannelStalled, FabricError, ForkedProcess, FrameError
 from fabrics.framing import (
     FIRST_FABRIC_TYPE,
@@ -34,7 +34,7 @@ _DISCARD = memoryview(bytearray(CHUNK))  # written by all, read by none
 class Inbound:
     """The frame that is arriving: where its payload goes, and who is told."""
 
-    __slots__ = ("_channel", "_cursor", "_frame", "_sink", "handler", "left", "stats")
+    __slots__ = ("_channel", "_cursor", "_frame", "_sink", "handler", "left", "over", "stats")
     handler: Handler
 
     def __init__(self, channel: Channel, stats: ChannelStats) -> None:
@@ -44,6 +44,7 @@ class Inbound:
         self._cursor: Cursor | None = None
         self.stats = stats
         self.left = 0  # payload bytes still to come
+        self.over = False  # the channel is closed: call nobody, write nowhere
 
     def start(self, frame: Frame) -> None:
         """Ask the handler where the payload goes."""
@@ -51,7 +52,7 @@ class Inbound:
         sink = self.handler.on_frame(self._channel, frame)
         if sink is not None:
             self._frame, self._sink = frame, sink
-        if self._channel.state == "closed":
+        if self.over:
             self.drop(None)
             return
         try:
@@ -95,7 +96,7 @@ class Inbound:
 
     def fill(self, data: memoryview) -> None:
         """Copy ``data`` (<= ``left`` bytes) to where the payload goes."""
-        while data and self._channel.state != "closed":
+        while data and not self.over:
             if self._cursor is None:
                 self.advance(len(data))
                 return
@@ -126,7 +127,7 @@ class Inbound:
         self._frame = self._sink = self._cursor = None
         if sink.closed is not None:
             sink.closed(True)
-        if self._channel.state != "closed":
+        if not self.over:
             self.handler.on_payload(self._channel, frame, sink)
 
 
@@ -172,7 +173,7 @@ class FrameChannel(Channel):
         """Whether output waits for the peer, and whether the peer began a frame and has not ended it."""
 
     @abc.abstractmethod
-    def _prepare(self, frame: Outgoing, payload_nbytes: int) -> Flight:
+    def _prepare(self, frame: Outgoing, payload: list[memoryview], nbytes: int) -> Flight:
         """Lay out what has to move for a frame."""
 
     @abc.abstractmethod
@@ -242,11 +243,12 @@ class FrameChannel(Channel):
     def _load(self, frame: Outgoing) -> Flight:
         """Check a frame and make it ready. One that cannot be sent is released."""
         try:
-            payload = sum([view.nbytes for view in frame.payload])
+            views = [as_bytes(view) for view in frame.payload if view.nbytes]
+            payload = sum(map(len, views))
             check_lengths(frame.type, len(frame.body), payload, self._limits, self.peer)
             if self._state == "closed":  # a source ended the channel while it was asked
                 raise ChannelClosed(f"the channel to {self.peer} is closed")
-            return self._prepare(frame, payload)
+            return self._prepare(frame, views, payload)
         except Exception:
             if frame.release is not None:
                 frame.release(False)
@@ -284,6 +286,7 @@ class FrameChannel(Channel):
             return
         self._state = "closed"
         self._error = error
+        self._inbound.over = True
         for timer in (self._ticker, self._linger):
             if timer is not None:
                 timer.cancel()

@@ -216,18 +216,21 @@ class Decoder:
             )
             if magic != MAGIC or version != VERSION:
                 self._check_prefix(have)
-            check_lengths(type_, body, payload, self._limits, self._peer)
+            limits = self._limits
+            if type_ >= FIRST_FABRIC_TYPE or body > limits.max_body or payload > limits.max_payload:
+                check_lengths(type_, body, payload, limits, self._peer)
             self._head = (type_, flags, request_id, body, payload)
             self._need = HEADER_NBYTES + body
         if have < self._need:
             return None
         type_, flags, request_id, body, payload = self._head
-        at = self._start + HEADER_NBYTES
-        view = self._buffer[at : at + body]
-        if self._version != VERSION:
+        buffer, start = self._buffer, self._start
+        at = start + HEADER_NBYTES
+        view = buffer[at : at + body]
+        if buffer[start + len(MAGIC)] != VERSION:
             raise self._mismatch(Goodbye.parse(view).text)
-        fields = self._buffer[self._start : at - _CRC.size]
-        if crc32c(view, crc32c(fields)) != _CRC.unpack_from(self._buffer, at - _CRC.size)[0]:
+        total = crc32c(view, crc32c(buffer[start : at - _CRC.size]))
+        if total != _CRC.unpack_from(buffer, at - _CRC.size)[0]:
             raise FrameChecksum(
                 f"{self._peer}: header or body of a frame (type {type_}) do not match their CRC32C; "
                 "the stream is damaged, connect again"

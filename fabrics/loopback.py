@@ -77,6 +77,7 @@ class LoopbackChannel(FrameChannel):
     def __init__(self, local: str, peer: str, limits: Limits) -> None:
         super().__init__(local, peer, limits)
         self._flight: Flight | None = None  # being moved
+        self._cursor = Cursor(())
         self._woken = False
 
     def start(self, handler: Handler) -> None:
@@ -90,13 +91,14 @@ class LoopbackChannel(FrameChannel):
     def _owed(self) -> tuple[bool, bool]:
         return self._flight is not None or bool(self._outbox), False
 
-    def _prepare(self, frame: Outgoing, payload_nbytes: int) -> Flight:
+    def _prepare(self, frame: Outgoing, payload: list[memoryview], nbytes: int) -> Flight:
         encode_head(frame.type, frame.flags, frame.request_id, b"", 0)  # refuses what other fabrics refuse
-        return Flight(frame, frame.payload)
+        return Flight(frame, payload, nbytes)
 
     def _detach(self, goodbye: Outgoing | None) -> list[Flight]:
         lost = [] if self._flight is None else [self._flight]
         self._flight = None
+        self._cursor = Cursor(())
         error: Exception | None = ChannelClosed(f"{self.local} closed the channel without a goodbye")
         if goodbye is not None:
             error = Goodbye.parse(memoryview(goodbye.body)).error(self.local)
@@ -130,6 +132,8 @@ class LoopbackChannel(FrameChannel):
         self._flight = flight = self._outbox.next()
         if flight is None:
             return None
+        self._cursor = Cursor(flight.views)
+        flight.views = ()
         frame, other = flight.frame, self._other
         head = HEADER_NBYTES + len(frame.body)
         self.stats.bytes_out += head
@@ -151,19 +155,19 @@ class LoopbackChannel(FrameChannel):
 
     def _step(self, flight: Flight) -> int:
         """Move up to a chunk of a frame; give it back when all of it has gone. Returns bytes."""
-        moved = self._copy(flight.cursor)
+        moved = self._copy() if self._cursor.left else 0
         if self._flight is None:  # a callback closed the channel
             return moved
         if moved:
-            flight.cursor.advance(moved)
+            self._cursor.advance(moved)
             self.stats.bytes_out += moved
-        if not flight.cursor.left:
+        if not self._cursor.left:
             self._flight = None
             self._sent(flight)
         return max(moved, HEADER_NBYTES)
 
-    def _copy(self, cursor: Cursor) -> int:
-        views, count = cursor.peek(CHUNK)
+    def _copy(self) -> int:
+        views, count = self._cursor.peek(CHUNK)
         for view in views:
             self._other._place(view)
         return count

@@ -6,21 +6,21 @@ from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 
 from fabrics.base import Outgoing, Source
-from fabrics.buffers import Cursor
 
 
 class Flight:
-    """A frame on its way, and how far it has come. ``nbytes`` is what it holds while it waits."""
+    """A frame made ready: the views that have to move, and the number of their bytes."""
 
-    __slots__ = ("cursor", "frame", "nbytes")
+    __slots__ = ("frame", "nbytes", "views")
 
-    def __init__(self, frame: Outgoing, views: Sequence[memoryview]) -> None:
+    def __init__(self, frame: Outgoing, views: Sequence[memoryview], nbytes: int) -> None:
         self.frame = frame
-        self.cursor = Cursor(views)
-        self.nbytes = self.cursor.left
+        self.views = views
+        self.nbytes = nbytes
 
     def release(self, sent: bool) -> None:
         """Give the payload back to its owner. Whoever takes a flight from its queue does so once."""
+        self.views = ()
         if self.frame.release is not None:
             self.frame.release(sent)
 

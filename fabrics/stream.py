@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 from collections import deque
+from itertools import islice
 
 from fabrics.base import Handler, Limits, Outgoing
 from fabrics.channel import BUDGET, CHUNK, FrameChannel
@@ -17,7 +18,7 @@ from fabrics.framing import HEADER_NBYTES, Decoder, encode_head
 from fabrics.outbox import Flight
 
 _GATHER = 512 << 10  # bytes taken from the outbox ahead of the kernel: frames that share one system call
-_MAX_VIEWS = 512  # per system call; a frame adds at most 256 more, and the kernel takes 1024
+_MAX_VIEWS = 1024  # the kernel takes no more in one call
 _JOIN = 4 << 10  # bodies up to this are joined with their header
 
 
@@ -28,8 +29,10 @@ class StreamChannel(FrameChannel):
         super().__init__(local, peer, limits)
         self._sock = sock
         self._decoder = Decoder(limits, peer)
-        self._flight: deque[Flight] = deque()
-        self._in_flight = 0  # bytes in _flight
+        self._views: deque[memoryview] = deque()  # what the kernel gets next
+        self._ends: deque[tuple[int, Flight]] = deque()  # where in the stream each frame of _views ends
+        self._loaded = 0  # the stream's position behind _views
+        self._complete = 0  # ... and behind the last frame the kernel has in full; bytes_out lies between
         self._head = HEADER_NBYTES  # size of the last head: read with a payload's end, as its like may follow
         self._reading = self._writing = False  # registered with the loop
         self._busy = False  # inside a callback that flushes when it ends
@@ -52,17 +55,20 @@ class StreamChannel(FrameChannel):
             self._loop.call_soon(self._flush)
 
     def _owed(self) -> tuple[bool, bool]:
-        return bool(self._flight), self._reading and (self._inbound.left > 0 or self._decoder.partial)
+        return bool(self._views), self._reading and (self._inbound.left > 0 or self._decoder.partial)
 
     def _end_output(self) -> None:
         with contextlib.suppress(OSError):
             self._sock.shutdown(socket.SHUT_WR)
 
-    def _prepare(self, frame: Outgoing, payload_nbytes: int) -> Flight:
-        head = encode_head(frame.type, frame.flags, frame.request_id, frame.body, payload_nbytes)
-        if len(frame.body) <= _JOIN:
-            return Flight(frame, (memoryview(head + frame.body), *frame.payload))
-        return Flight(frame, (memoryview(head), memoryview(frame.body), *frame.payload))
+    def _prepare(self, frame: Outgoing, payload: list[memoryview], nbytes: int) -> Flight:
+        body = frame.body
+        head = encode_head(frame.type, frame.flags, frame.request_id, body, nbytes)
+        if len(body) <= _JOIN:
+            payload.insert(0, memoryview(head + body))
+        else:
+            payload[:0] = memoryview(head), memoryview(body)
+        return Flight(frame, payload, len(head) + len(body) + nbytes)
 
     def _detach(self, goodbye: Outgoing | None) -> list[Flight]:
         if self._reading:
@@ -70,9 +76,8 @@ class StreamChannel(FrameChannel):
         if self._writing:
             self._loop.remove_writer(self._sock)
         self._reading = self._writing = False
-        lost = list(self._flight)
-        between = not (self._flight and self._flight[0].cursor.started)
-        self._flight.clear()
+        lost = self._take_back()
+        between = self.stats.bytes_out == self._complete
         if goodbye is not None and between and not self._flushed and self._broken is None:
             with contextlib.suppress(OSError):  # as far as it needs no waiting
                 self._sock.send(encode_head(goodbye.type, 0, 0, goodbye.body, 0) + goodbye.body)
@@ -84,8 +89,9 @@ class StreamChannel(FrameChannel):
     def _on_readable(self) -> None:
         self._busy = True
         budget = BUDGET
+        inbound, limit = self._inbound, self._limits.max_queued
         try:
-            while budget > 0 and self._state != "closed" and not self._choked:
+            while budget > 0 and not inbound.over and self._outbox.queued <= limit:
                 asked, got = self._receive()
                 budget -= got
                 if got < asked:
@@ -125,10 +131,10 @@ class StreamChannel(FrameChannel):
             if not got:
                 return 1, 0
             decoder.wrote(got)
-        while decoder.partial and self._state != "closed" and (frame := decoder.next()) is not None:
+        while decoder.partial and not inbound.over and (frame := decoder.next()) is not None:
             self._head = HEADER_NBYTES + len(frame.body)
             self._dispatch(frame)
-            if inbound.left and self._state != "closed":
+            if inbound.left and not inbound.over:
                 inbound.fill(decoder.take(inbound.left))
                 if inbound.left:
                     break
@@ -187,46 +193,46 @@ class StreamChannel(FrameChannel):
         """Send until the kernel takes no more, the budget is spent (True) or nothing is left (False)."""
         budget = BUDGET
         while budget > 0:
-            while self._in_flight < _GATHER and (flight := self._outbox.next()) is not None:
-                self._flight.append(flight)
-                self._in_flight += flight.nbytes
-            if not self._flight:
+            while (
+                self._loaded - self.stats.bytes_out < _GATHER and (flight := self._outbox.next()) is not None
+            ):
+                self._views += flight.views
+                self._loaded += flight.nbytes
+                self._ends.append((self._loaded, flight))
+                flight.views = ()
+            if not self._views:
                 return False
-            views: list[memoryview] = []
-            asked = 0
-            for flight in self._flight:
-                part, taken = flight.cursor.peek(_GATHER - asked)
-                views += part
-                asked += taken
-                if taken < flight.cursor.left or asked >= _GATHER or len(views) > _MAX_VIEWS:
-                    break
             try:
-                sent = self._sock.sendmsg(views)
+                sent = self._sock.sendmsg(islice(self._views, _MAX_VIEWS))
             except (BlockingIOError, InterruptedError):
                 return True
             except OSError as error:
                 self._break(error)
                 return False
-            del views, part  # the lenders may want their memory back in ``release``
-            self._account(sent)
             budget -= sent
-            if sent < asked:
-                break
-        return bool(self._flight or self._outbox)
+            self._account(sent)
+        return bool(self._views or self._outbox)
 
     def _account(self, sent: int) -> None:
         """``sent`` bytes are the kernel's: release what it has in full."""
         self.stats.bytes_out += sent
-        self._in_flight -= sent
-        while sent and self._flight:
-            flight = self._flight[0]
-            step = min(sent, flight.cursor.left)
-            flight.cursor.advance(step)
-            sent -= step
-            if flight.cursor.left:
-                return
-            self._flight.popleft()
+        views = self._views
+        while sent:
+            view = views.popleft()
+            if sent < len(view):
+                views.appendleft(view[sent:])
+            sent -= min(sent, len(view))
+            del view  # the lender may want the memory back in ``release``
+        while self._ends and self._ends[0][0] <= self.stats.bytes_out:
+            self._complete, flight = self._ends.popleft()
             self._sent(flight)
+
+    def _take_back(self) -> list[Flight]:
+        """Frames that the kernel does not have in full."""
+        lost = [flight for _, flight in self._ends]
+        self._ends.clear()
+        self._views.clear()
+        return lost
 
     def _break(self, error: OSError) -> None:
         """The peer takes no more. It may have said why: read on until the stream ends."""
@@ -234,10 +240,6 @@ class StreamChannel(FrameChannel):
         if self._writing:
             self._loop.remove_writer(self._sock)
             self._writing = False
-        lost = list(self._flight)
-        self._flight.clear()
-        self._in_flight = 0
-        lost += self._outbox.clear()
-        for flight in lost:
+        for flight in (*self._take_back(), *self._outbox.clear()):
             self._guarded(flight.release, False)
         self._read_on()
