@@ -1,0 +1,170 @@
+"""Prefill through a real server process: hits, misses, and fetches that fail midway (E09)."""
+
+from __future__ import annotations
+
+import os
+import signal
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hypercache.cli.local_server import local_server
+from hypercache.client import SyncClient, connect_sync
+from hypercache.engines.cached import Prefilled, generate, greedy, prefill
+from hypercache.engines.reference import ReferenceConfig, ReferenceModel
+from hypercache.errors import SpecError, TokenError
+from hypercache.keys import TenantKey
+
+# Small to compute, with K/V heavy enough (32 KiB a token) that a fetch is still running at its first layers.
+ENGINE = ReferenceModel(ReferenceConfig(layers=8, hidden=32, heads=8, kv_heads=8, head_dim=64, mlp=32))
+
+
+@pytest.fixture(scope="module")
+def uri() -> Iterator[str]:
+    with local_server("256MiB") as ready:
+        yield ready["uris"][0]
+
+
+@pytest.fixture
+def client(uri: str) -> Iterator[SyncClient]:
+    with connect_sync(
+        uri, model=ENGINE.spec, codec="raw", tenant=TenantKey.public(), deadline=30.0
+    ) as client:
+        yield client
+        client.clear()
+
+
+def prompt(length: int, seed: int = 1) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 512, length)
+
+
+def same(a: Prefilled, b: Prefilled) -> None:
+    np.testing.assert_allclose(a.logits, b.logits, atol=2e-4)
+    for i in range(8):
+        for ours, theirs in zip(a.kv.layer(i), b.kv.layer(i), strict=True):
+            np.testing.assert_allclose(ours[:, : a.tokens], theirs[:, : a.tokens], atol=2e-4)
+
+
+class Meddling:
+    """A real client and one thing that happens to it between ``match`` and the end of a fetch."""
+
+    def __init__(self, client: SyncClient, cut_at: int | None = None, clear: bool = False) -> None:
+        self._client, self._cut_at, self._clear = client, cut_at, clear
+        self.model = client.model
+
+    def match(self, ids: Any) -> Any:
+        return self._client.match(ids)
+
+    def start_fetch(self, match: Any, into: Any) -> Any:
+        if self._clear:
+            self._client.clear()
+        self._transfer = self._client.start_fetch(match, into)
+        return self
+
+    def layer(self, i: int) -> bool:
+        if i == self._cut_at:
+            self._transfer.cancel()
+        return self._transfer.layer(i)
+
+    def result(self) -> Any:
+        return self._transfer.result()
+
+
+def test_a_second_engine_decodes_the_same_tokens(uri: str, client: SyncClient) -> None:
+    ids = prompt(200)
+    first = generate(ENGINE, ids, 12, client)
+    assert first.fetch.hit_tokens == 0 and first.store.stored == 12
+    asked = np.append(ids[:150], prompt(20, seed=9))  # another question about the same text
+    cold = prefill(ENGINE, asked, room=12)
+    with connect_sync(
+        uri, model=ReferenceModel(ENGINE.config).spec, codec="raw", tenant=TenantKey.public()
+    ) as other:
+        hit = prefill(ENGINE, asked, other, room=12)
+        assert hit.fetch.hit_tokens == 144 and hit.fetch.wire_bytes == 144 * ENGINE.spec.token_nbytes()
+        same(hit, cold)
+        assert greedy(ENGINE, hit, 12) == greedy(ENGINE, cold, 12)
+        second = generate(ENGINE, asked, 12, other)
+    assert second.fetch.hit_tokens == 144 and second.store.stored == 1  # only what is new
+    assert second.tokens == greedy(ENGINE, cold, 12)
+
+
+def test_l05_c01_a_prompt_that_is_cached_in_full_leaves_one_token_and_nothing_to_store(
+    client: SyncClient,
+) -> None:
+    for length in (1, 15, 16, 17, 32, 64):
+        ids = prompt(length, seed=length)
+        first = generate(ENGINE, ids, 3, client)
+        again = generate(ENGINE, ids, 3, client)
+        assert again.tokens == first.tokens
+        assert again.fetch.hit_tokens == (length - 1) // 16 * 16
+        assert again.store.stored == 0
+
+
+@pytest.mark.parametrize("layer", [0, 1, 2])
+def test_e09_a_fetch_that_fails_at_layer_k_is_recomputed_for_all_layers(
+    client: SyncClient, layer: int
+) -> None:
+    ids = prompt(1000)
+    cold = prefill(ENGINE, ids)
+    client.store(ids, cold.kv)
+    assert client.match(ids).hit_tokens == 992
+    healed = prefill(ENGINE, ids, Meddling(client, cut_at=layer))  # type: ignore[arg-type]
+    assert healed.fetch.hit_tokens == 0 and healed.fetch.reason == "cancelled"
+    np.testing.assert_array_equal(healed.logits, cold.logits)
+    same(healed, cold)
+
+
+def test_e09_blocks_that_vanish_between_match_and_fetch_are_recomputed(client: SyncClient) -> None:
+    ids = prompt(100)
+    cold = prefill(ENGINE, ids)
+    client.store(ids, cold.kv)
+    healed = prefill(ENGINE, ids, Meddling(client, clear=True))  # type: ignore[arg-type]
+    assert healed.fetch.hit_tokens == 0
+    np.testing.assert_array_equal(healed.logits, cold.logits)
+
+
+def test_c06_only_the_matched_blocks_are_loaded_and_the_rest_is_computed(client: SyncClient) -> None:
+    ids = prompt(100)
+    wrong = prefill(ENGINE, prompt(100, seed=2))  # K/V that would show if more than 48 tokens were taken
+    client.store(ids[:48], prefill(ENGINE, ids[:48]).kv)
+    hit = prefill(ENGINE, ids, client)
+    assert hit.fetch.hit_tokens == 48
+    same(hit, prefill(ENGINE, ids))
+    assert np.abs(hit.logits - wrong.logits).max() > 0.1
+
+
+def test_a05_embeddings_without_ids_share_nothing(client: SyncClient) -> None:
+    for nothing in (None, [], np.empty(0, np.int64)):
+        with pytest.raises(SpecError, match="no identity"):
+            generate(ENGINE, nothing, 4, client)
+    with pytest.raises(TokenError):
+        generate(ENGINE, np.zeros((20, 32), np.float32), 4, client)
+    assert client.match(None).hit_tokens == 0
+    assert client.clear() == 0
+
+
+def test_another_models_client_is_refused(client: SyncClient) -> None:
+    with pytest.raises(SpecError, match="not for the engine's own spec"):
+        prefill(ReferenceModel(seed=8), prompt(20), client)
+
+
+def test_a_dead_or_frozen_server_costs_the_deadline_and_nothing_else() -> None:
+    ids = prompt(100)
+    cold = prefill(ENGINE, ids, room=4)
+    want = greedy(ENGINE, cold, 4)
+    with (
+        local_server("64MiB") as ready,
+        connect_sync(
+            ready["uris"][0], model=ENGINE.spec, codec="raw", tenant=TenantKey.public(), deadline=1.0
+        ) as client,
+    ):
+        assert generate(ENGINE, ids, 4, client).store.stored == 6
+        os.kill(ready["pid"], signal.SIGSTOP)
+        frozen = generate(ENGINE, ids, 4, client)
+        os.kill(ready["pid"], signal.SIGCONT)
+        assert frozen.tokens == want and frozen.fetch.hit_tokens == 0 and frozen.fetch.reason
+        os.kill(ready["pid"], signal.SIGKILL)
+        dead = generate(ENGINE, ids, 4, client)
+        assert dead.tokens == want and dead.fetch.hit_tokens == 0 and dead.store.stored == 0
