@@ -235,7 +235,7 @@ def test_e11_loading_and_publishing_one_prefix_at_once(make: Make) -> None:
     rng = random.Random(11)
 
     def task(owner: int):  # type: ignore[no-untyped-def]
-        for round_ in range(16):
+        for round_ in range(60):
             digests = rng.choice(prompts)
             first = rng.randint(0, min(199, store.match(ns, digests, clock)))
             parent = digests[first - 1] if first else None
@@ -263,7 +263,7 @@ def test_e11_loading_and_publishing_one_prefix_at_once(make: Make) -> None:
         turn = rng.choice(tasks)
         if next(turn, "done") == "done":
             tasks.remove(turn)
-        if rng.random() < 0.002:
+        if rng.random() < 0.01:
             store.evict(ns, [rng.choice(rng.choice(prompts))])
     for owner in range(32):
         store.drop_owner(owner)
