@@ -503,9 +503,14 @@ class Client:
         opened = self._link.opened
         if hit or opened is None:
             return "not stored beyond this"
-        if opened.blocks == 0 and opened.others:
-            return f"not stored: this namespace was empty at connect; yours hold {', '.join(opened.others)}"
-        return "not stored"
+        if opened.blocks:
+            return "not stored"
+        if opened.others:
+            return f"not stored: this namespace was empty at connect; yours are {'; '.join(opened.others)}"
+        return (
+            f"not stored: at connect the server had nothing of tenant {self._tenant.name!r} "
+            "(with another secret it is another tenant)"
+        )
 
     def _check_process(self) -> None:
         if os.getpid() != self._pid:
