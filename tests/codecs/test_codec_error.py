@@ -108,7 +108,20 @@ def test_fp8_codes_are_the_nearest_e4m3_values(dtype):
 
 def test_fp8_ties_go_to_even_and_subnormals_are_exact():
     """With amax 448 the scale is 1, so that values and codes can be written down."""
-    values = [448, 17, 19, -17, -19, 2.0**-9, 2.0**-10, 3 * 2.0**-10, 7 * 2.0**-9, 2.0**-6, 15 * 2.0**-10, -0.0]
+    values = [
+        448,
+        17,
+        19,
+        -17,
+        -19,
+        2.0**-9,
+        2.0**-10,
+        3 * 2.0**-10,
+        7 * 2.0**-9,
+        2.0**-6,
+        15 * 2.0**-10,
+        -0.0,
+    ]
     scale, stored, back = row("fp8", values)
     assert scale == 1.0
     want = [448, 16, 20, -16, -20, 2.0**-9, 0, 2.0**-8, 7 * 2.0**-9, 2.0**-6, 2.0**-6, -0.0]

@@ -186,7 +186,14 @@ def test_j09_a_scale_that_no_encoder_writes_is_refused_by_position(name, bits, h
     outs = [np.empty((3, 32, p.dim), np.uint16) for p in layout.parts]
     with pytest.raises(CodecError) as caught:
         codec.decode(layout, chunks, outs)
-    for text in (f"block {block}", f"head {head}", f"part {'kv'[part]!r}", f"token {token}", f"byte {at}", name):
+    for text in (
+        f"block {block}",
+        f"head {head}",
+        f"part {'kv'[part]!r}",
+        f"token {token}",
+        f"byte {at}",
+        name,
+    ):
         assert text in str(caught.value)
 
 
