@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import itertools
-from collections import Counter, deque
+from collections import Counter
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
@@ -99,7 +99,12 @@ class Party:
         self.placed[frame.request_id] = parts
         totals: list[int] = []
         self.landings.append(totals)
-        return self.ledger.sink(parts, landed=totals.append)
+
+        def landed(total: int) -> None:
+            totals.append(total)
+            self.events.set()
+
+        return self.ledger.sink(parts, landed=landed)
 
     def on_payload(self, channel: Channel, frame: Frame, sink: Sink) -> None:
         self._note(channel, frame, b"".join(sink.views))
@@ -136,15 +141,15 @@ class Party:
 
 
 class Frames:
-    """A source of given frames."""
+    """A source of given frames, made when they are asked for."""
 
-    def __init__(self, frames: Iterable[Outgoing]) -> None:
-        self.frames = deque(frames)
+    def __init__(self, frames: Iterable[Outgoing | None]) -> None:
+        self._frames = iter(frames)
         self.asked = 0
 
     def next_frame(self) -> Outgoing | None:
         self.asked += 1
-        return self.frames.popleft() if self.frames else None
+        return next(self._frames, None)
 
 
 @dataclass

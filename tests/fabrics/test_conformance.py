@@ -118,14 +118,11 @@ async def test_sources_take_turns_and_small_frames_overtake(scheme: str) -> None
 
 async def test_a_source_is_forgotten_when_it_has_nothing_and_asked_when_added_again(scheme: str) -> None:
     async with joined(scheme) as pair:
-        source = Frames([pair.ledger.lend(PUSH, 1)])
+        source = Frames([Outgoing(PUSH, 1, b""), None, Outgoing(PUSH, 2, b"")])
         pair.client.add_source(source)
         await pair.far.count(1)
         await asyncio.sleep(0.02)
-        asked = source.asked
-        source.frames.append(pair.ledger.lend(PUSH, 2))
-        await asyncio.sleep(0.02)
-        assert source.asked == asked == 2
+        assert source.asked == 2
         pair.client.add_source(source)
         assert [item.request_id for item in await pair.far.count(2)] == [1, 2]
 
@@ -297,7 +294,7 @@ async def test_h07_output_waits_in_its_source_when_the_peer_does_not_read(scheme
 async def test_closing_sends_what_was_queued(scheme: str) -> None:
     async with joined(scheme) as pair:
         block = bytearray(1 << 20)
-        endless = Frames([pair.ledger.lend(DATA, 9, b"", [block]) for _ in range(100)])
+        endless = Frames(pair.ledger.lend(DATA, 9, b"", [block]) for _ in range(100))
         pair.client.add_source(endless)
         for number in range(5):
             pair.client.send(pair.ledger.lend(DATA, number, b"", [pattern(3 << 20, number)]))
@@ -319,9 +316,7 @@ async def test_closing_sends_what_was_queued(scheme: str) -> None:
                 assert item.payload == pattern(3 << 20, item.request_id)
         await pair.client.close()  # twice is harmless
         pair.client.abort()
-        for frame in endless.frames:  # never pulled, so never the channel's business
-            assert frame.release is not None
-            frame.release(False)
+        assert endless.asked < 100
 
 
 async def test_both_ends_may_close_at_once(scheme: str) -> None:
