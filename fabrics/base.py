@@ -170,6 +170,9 @@ class Listener(abc.ABC):
     async def close(self) -> None:
         """Stop accepting. Channels already accepted live on."""
 
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {' '.join(self.uris)}>"
+
 
 AcceptCallback = Callable[[Channel], Handler]
 

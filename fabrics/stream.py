@@ -50,7 +50,7 @@ class StreamChannel(FrameChannel):
             self._reading = True
 
     def _wake(self) -> None:
-        if not (self._busy or self._woken or self._writing or self._broken):
+        if not (self._busy or self._woken or self._writing):
             self._woken = True
             self._loop.call_soon(self._flush)
 
@@ -168,7 +168,10 @@ class StreamChannel(FrameChannel):
 
     def _flush(self) -> None:
         self._woken = False
-        if self._state == "closed" or self._broken is not None or self._busy:
+        if self._state == "closed" or self._busy:
+            return
+        if self._broken is not None:
+            self._drop_output()
             return
         self._busy = True
         try:
@@ -202,6 +205,7 @@ class StreamChannel(FrameChannel):
                 flight.views = ()
             if not self._views:
                 return False
+            asked = self._loaded - self.stats.bytes_out
             try:
                 sent = self._sock.sendmsg(islice(self._views, _MAX_VIEWS))
             except (BlockingIOError, InterruptedError):
@@ -211,6 +215,8 @@ class StreamChannel(FrameChannel):
                 return False
             budget -= sent
             self._account(sent)
+            if sent < asked:
+                return True
         return bool(self._views or self._outbox)
 
     def _account(self, sent: int) -> None:
@@ -240,6 +246,9 @@ class StreamChannel(FrameChannel):
         if self._writing:
             self._loop.remove_writer(self._sock)
             self._writing = False
+        self._drop_output()
+        self._read_on()
+
+    def _drop_output(self) -> None:
         for flight in (*self._take_back(), *self._outbox.clear()):
             self._guarded(flight.release, False)
-        self._read_on()

@@ -15,6 +15,7 @@ from fabrics.stream import StreamChannel
 
 _HEAD_START = 0.25  # seconds an address has before the next one is tried beside it (RFC 8305)
 _BACKLOG = 1024
+_ACCEPTS = 16  # connections taken per callback, so that a flood of them does not hold up the loop
 _ACCEPT_PAUSE = 0.5  # seconds without accepting after the process ran out of descriptors
 _PORT_TRIES = 8  # "any port" must be free in every family of a name
 _LOCAL_SEND_BUFFER = 256 << 10  # see _tune
@@ -164,9 +165,6 @@ class TcpListener(Listener):
         self._resume: asyncio.TimerHandle | None = None
         self._listen()
 
-    def __repr__(self) -> str:
-        return f"<TcpListener {'open' if self._sockets else 'closed'} {' '.join(self.uris)}>"
-
     def _listen(self) -> None:
         for sock in self._sockets:
             self._loop.add_reader(sock, self._on_ready, sock)
@@ -176,7 +174,7 @@ class TcpListener(Listener):
             self._loop.remove_reader(sock)
 
     def _on_ready(self, listening: socket.socket) -> None:
-        for _ in range(_BACKLOG):
+        for _ in range(_ACCEPTS):
             try:
                 sock, _ = listening.accept()
             except OSError as error:
