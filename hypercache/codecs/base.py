@@ -68,7 +68,7 @@ def check_shapes(codec: Codec, layout: KVLayout, parts: Parts, rows: Bytes2D) ->
         raise SpecError(
             f"encoded rows must be uint8 (blocks, nbytes) with contiguous rows, got {rows.dtype} {rows.shape}"
         )
-    blocks = rows.shape[0]
+    blocks, storage = rows.shape[0], layout.dtype.storage
     total = parts[0].shape[1] if parts[0].ndim == 3 else -1
     if blocks == 0 or total <= 0 or total % blocks:
         raise SpecError(f"{total} tokens do not make {blocks} whole blocks")
@@ -76,10 +76,8 @@ def check_shapes(codec: Codec, layout: KVLayout, parts: Parts, rows: Bytes2D) ->
         want = (layout.heads, total, part.dim)
         if array.shape != want:
             raise SpecError(f"part {part.name!r} must have shape {want}, got {array.shape}")
-        if array.dtype != layout.dtype.storage:
-            raise SpecError(
-                f"part {part.name!r} must be {layout.dtype.storage} ({layout.dtype.value}), got {array.dtype}"
-            )
+        if array.dtype != storage:
+            raise SpecError(f"part {part.name!r} must be {storage} ({layout.dtype.value}), got {array.dtype}")
         if array.shape[2] > 1 and array.strides[2] != array.itemsize:
             raise SpecError(
                 f"part {part.name!r}: the innermost axis must be contiguous, strides are {array.strides}"

@@ -60,13 +60,11 @@ class ScaledCodec(Codec):
         head_nbytes = out.shape[1] // layout.heads
         start, offset = out.ctypes.data, 0
         for part, array in zip(layout.parts, parts, strict=True):
-            scratch = _Scratch(4 * tokens * (part.dim + 2))
             kernels.encoder(part.dim)(
                 (self.code, self.rotation(part.dim), _KINDS[layout.dtype]),
                 (layout.heads, blocks, tokens, part.dim),
                 (array.ctypes.data, array.strides[0], array.strides[1]),
                 (start + offset, out.strides[0], head_nbytes),
-                scratch.address,
             )
             offset += tokens * (_SCALE + self.row_nbytes(part.dim))
 
@@ -77,13 +75,11 @@ class ScaledCodec(Codec):
         head_nbytes = data.shape[1] // layout.heads
         start, offset = data.ctypes.data, 0
         for part, array in zip(layout.parts, parts, strict=True):
-            scratch = _Scratch(5 * part.dim)
             bad = kernels.decoder(part.dim)(
                 (self.code, self.rotation(part.dim), _KINDS[layout.dtype]),
                 (layout.heads, blocks, tokens, part.dim),
                 (start + offset, data.strides[0], head_nbytes),
                 (array.ctypes.data, array.strides[0], array.strides[1]),
-                scratch.address,
             )
             if bad >= 0:
                 head, block, token = bad // (blocks * tokens), bad // tokens % blocks, bad % tokens
@@ -95,16 +91,6 @@ class ScaledCodec(Codec):
                     f"encoder writes; the chunk is damaged or of another codec or layout: treat it as a miss"
                 )
             offset += tokens * (_SCALE + self.row_nbytes(part.dim))
-
-
-class _Scratch:
-    """Memory of one call, from a cache line's start on: vectors across lines would cost a third of the speed."""
-
-    __slots__ = ("_memory", "address")
-
-    def __init__(self, nbytes: int) -> None:
-        self._memory = np.empty(nbytes + 63, np.uint8)
-        self.address = (self._memory.ctypes.data + 63) // 64 * 64
 
 
 def check_writable(what: str, array: Bytes2D) -> None:
