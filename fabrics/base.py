@@ -66,7 +66,7 @@ class Sink:
         closed: Callable[[bool], None] | None = None,
     ) -> None:
         self.views = views
-        self.nbytes = sum(view.nbytes for view in views)
+        self.nbytes = sum([view.nbytes for view in views])
         self.landed = landed
         self.closed = closed
 

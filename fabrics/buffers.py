@@ -2,35 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 
 _MAX_VIEWS = 256  # well below IOV_MAX (1024 on Linux), so that a few lists fit one system call
 
 
-def as_bytes(view: memoryview, writable: bool = False) -> memoryview:
-    """``view`` as one flat run of bytes.
-    Raises TypeError if it is not contiguous, or must be written and cannot."""
-    if writable and view.readonly:
-        raise TypeError("a sink's view is read-only; payload can only land in writable memory")
-    if view.format == "B" and view.ndim == 1 and view.c_contiguous:
-        return view
+def flat(views: Iterable[memoryview]) -> list[memoryview]:
+    """``views`` as runs of bytes, the empty ones left out. Raises TypeError if one is not contiguous."""
+    return [
+        view if view.format == "B" and view.ndim == 1 and view.c_contiguous else _cast(view)
+        for view in views
+        if view.nbytes
+    ]
+
+
+def _cast(view: memoryview) -> memoryview:
     if not view.c_contiguous:
-        raise TypeError(
-            f"a view of shape {view.shape}, strides {view.strides} is not contiguous; lend its parts"
-        )
+        raise TypeError(f"a view of shape {view.shape}, strides {view.strides} is not contiguous")
     return view.cast("B")
 
 
 class Cursor:
-    """A position in a list of views. ``left`` bytes are still ahead of it."""
+    """A position in a list of views of bytes. ``left`` bytes are still ahead of it."""
 
     __slots__ = ("_index", "_offset", "_views", "left")
 
-    def __init__(self, views: Sequence[memoryview], *, writable: bool = False) -> None:
-        self._views = [as_bytes(view, writable) for view in views if view.nbytes]
+    def __init__(self, views: list[memoryview], left: int) -> None:
+        self._views = views  # taken over
         self._index = 0
         self._offset = 0
-        self.left = sum(map(len, self._views))
+        self.left = left
 
     def peek(self, limit: int) -> tuple[list[memoryview], int]:
         """Views of the next bytes and their number: at most ``limit`` (> 0), at least one if any is left."""

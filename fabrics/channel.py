@@ -12,7 +12,7 @@ import os
 from collections.abc import Callable
 
 from fabrics.base import Channel, ChannelStats, Frame, Handler, Limits, Outgoing, Sink, Source
-from fabrics.buffers import Cursor, as_bytes
+from fabrics.buffers import Cursor, flat
 from fabrics.errors import ChannelClosed, ChannelStalled, FabricError, ForkedProcess, FrameError
 from fabrics.framing import (
     FIRST_FABRIC_TYPE,
@@ -61,11 +61,17 @@ class Inbound:
             raise ValueError("on_frame kept a view of the body, whose memory is reused: copy it") from None
         if sink is None:
             return
-        self._cursor = Cursor(sink.views, writable=True)
-        if self._cursor.left != frame.payload_nbytes:
+        if sink.nbytes != frame.payload_nbytes:
             raise ValueError(
-                f"on_frame gave a sink of {self._cursor.left} bytes for a payload of {frame.payload_nbytes}"
+                f"on_frame gave a sink of {sink.nbytes} bytes for a payload of {frame.payload_nbytes}"
             )
+        views = flat(sink.views)
+        for view in views:
+            if view.readonly:
+                raise TypeError(
+                    "on_frame gave a sink with a read-only view; payload can only land in writable memory"
+                )
+        self._cursor = Cursor(views, sink.nbytes)
         if not self.left:
             self._complete()
 
@@ -243,7 +249,7 @@ class FrameChannel(Channel):
     def _load(self, frame: Outgoing) -> Flight:
         """Check a frame and make it ready. One that cannot be sent is released."""
         try:
-            views = [as_bytes(view) for view in frame.payload if view.nbytes]
+            views = flat(frame.payload)
             payload = sum(map(len, views))
             check_lengths(frame.type, len(frame.body), payload, self._limits, self.peer)
             if self._state == "closed":  # a source ended the channel while it was asked

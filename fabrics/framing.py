@@ -44,8 +44,10 @@ HEADER_NBYTES = 32
 FIRST_FABRIC_TYPE = 0xF0
 MAX_FABRIC_BODY = 4096
 
-_HEADER = struct.Struct("<4sBBHQIQ")
+_HEADER = struct.Struct("<4sBBHQIQI")
+_FIELDS = struct.Struct("<4sBBHQIQ")  # what the CRC covers
 _CRC = struct.Struct("<I")
+_SUMMED = _FIELDS.size
 _TYPE_OFFSET = 5
 
 
@@ -62,7 +64,7 @@ def encode_head(
     """The header of a frame; body and payload follow it as they are.
     Raises ValueError for a field out of range."""
     try:
-        fields = _HEADER.pack(MAGIC, version, type_, flags, request_id, len(body), payload_nbytes)
+        fields = _FIELDS.pack(MAGIC, version, type_, flags, request_id, len(body), payload_nbytes)
     except struct.error as error:
         raise ValueError(
             f"frame type {type_}, flags {flags}, request id {request_id} do not fit u8, u16, u64: {error}"
@@ -156,7 +158,7 @@ class Decoder:
     for it. ``peer`` names the other side in errors; an error is final.
     """
 
-    __slots__ = ("_buffer", "_end", "_head", "_limits", "_need", "_peer", "_standard", "_start")
+    __slots__ = ("_buffer", "_end", "_limits", "_need", "_peer", "_standard", "_start")
 
     def __init__(self, limits: Limits, peer: str = "peer", *, staging: int = 16 << 10) -> None:
         self._limits = limits
@@ -165,7 +167,6 @@ class Decoder:
         self._buffer = self._standard
         self._start = self._end = 0
         self._need = HEADER_NBYTES  # bytes from _start that complete the present head
-        self._head: tuple[int, int, int, int, int] | None = None  # type, flags, request id, body, payload
 
     @property
     def partial(self) -> bool:
@@ -205,39 +206,31 @@ class Decoder:
 
         Raises BadMagic, FrameVersionMismatch, FrameTooLarge, FrameChecksum.
         """
-        have = self._end - self._start
-        if self._head is None:
-            if have < HEADER_NBYTES:
-                if have:
-                    self._check_prefix(have)
-                return None
-            magic, version, type_, flags, request_id, body, payload = _HEADER.unpack_from(
-                self._buffer, self._start
-            )
-            if magic != MAGIC or version != VERSION:
-                self._check_prefix(have)
-            limits = self._limits
-            if type_ >= FIRST_FABRIC_TYPE or body > limits.max_body or payload > limits.max_payload:
-                check_lengths(type_, body, payload, limits, self._peer)
-            self._head = (type_, flags, request_id, body, payload)
-            self._need = HEADER_NBYTES + body
-        if have < self._need:
-            return None
-        type_, flags, request_id, body, payload = self._head
         buffer, start = self._buffer, self._start
-        at = start + HEADER_NBYTES
-        view = buffer[at : at + body]
-        if buffer[start + len(MAGIC)] != VERSION:
+        have = self._end - start
+        if have < HEADER_NBYTES:
+            if have:
+                self._check_prefix(have)
+            return None
+        magic, version, type_, flags, request_id, body, payload, total = _HEADER.unpack_from(buffer, start)
+        if magic != MAGIC or version != VERSION:
+            self._check_prefix(have)
+        limits = self._limits
+        if type_ >= FIRST_FABRIC_TYPE or body > limits.max_body or payload > limits.max_payload:
+            check_lengths(type_, body, payload, limits, self._peer)
+        self._need = need = HEADER_NBYTES + body
+        if have < need:
+            return None
+        view = buffer[start + HEADER_NBYTES : start + need]
+        if version != VERSION:
             raise self._mismatch(Goodbye.parse(view).text)
-        total = crc32c(view, crc32c(buffer[start : at - _CRC.size]))
-        if total != _CRC.unpack_from(buffer, at - _CRC.size)[0]:
+        if crc32c(view, crc32c(buffer[start : start + _SUMMED])) != total:
             raise FrameChecksum(
                 f"{self._peer}: header or body of a frame (type {type_}) do not match their CRC32C; "
                 "the stream is damaged, connect again"
             )
-        self._start = at + body
+        self._start = start + need
         self._need = HEADER_NBYTES
-        self._head = None
         return Frame(type_, flags, request_id, view, payload)
 
     @property

@@ -77,7 +77,7 @@ class LoopbackChannel(FrameChannel):
     def __init__(self, local: str, peer: str, limits: Limits) -> None:
         super().__init__(local, peer, limits)
         self._flight: Flight | None = None  # being moved
-        self._cursor = Cursor(())
+        self._cursor = Cursor([], 0)
         self._woken = False
 
     def start(self, handler: Handler) -> None:
@@ -98,7 +98,7 @@ class LoopbackChannel(FrameChannel):
     def _detach(self, goodbye: Outgoing | None) -> list[Flight]:
         lost = [] if self._flight is None else [self._flight]
         self._flight = None
-        self._cursor = Cursor(())
+        self._cursor = Cursor([], 0)
         error: Exception | None = ChannelClosed(f"{self.local} closed the channel without a goodbye")
         if goodbye is not None:
             error = Goodbye.parse(memoryview(goodbye.body)).error(self.local)
@@ -132,8 +132,8 @@ class LoopbackChannel(FrameChannel):
         self._flight = flight = self._outbox.next()
         if flight is None:
             return None
-        self._cursor = Cursor(flight.views)
-        flight.views = ()
+        self._cursor = Cursor(flight.views, flight.nbytes)
+        flight.views = []
         frame, other = flight.frame, self._other
         head = HEADER_NBYTES + len(frame.body)
         self.stats.bytes_out += head

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from fabrics.base import Outgoing, Source
 
@@ -13,14 +13,14 @@ class Flight:
 
     __slots__ = ("frame", "nbytes", "views")
 
-    def __init__(self, frame: Outgoing, views: Sequence[memoryview], nbytes: int) -> None:
+    def __init__(self, frame: Outgoing, views: list[memoryview], nbytes: int) -> None:
         self.frame = frame
         self.views = views
         self.nbytes = nbytes
 
     def release(self, sent: bool) -> None:
         """Give the payload back to its owner. Whoever takes a flight from its queue does so once."""
-        self.views = ()
+        self.views = []
         if self.frame.release is not None:
             self.frame.release(sent)
 

@@ -202,7 +202,7 @@ class StreamChannel(FrameChannel):
                 self._views += flight.views
                 self._loaded += flight.nbytes
                 self._ends.append((self._loaded, flight))
-                flight.views = ()
+                flight.views = []
             if not self._views:
                 return False
             asked = self._loaded - self.stats.bytes_out
