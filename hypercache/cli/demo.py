@@ -135,10 +135,10 @@ def _print(outcome: dict[str, Any]) -> None:
     console.print(
         f"{outcome['model']}: {outcome['prompt_tokens']} tokens, {outcome['kv_bytes'] / 1e6:.1f} MB of K/V"
     )
-    table = Table(box=box.SIMPLE)
-    table.add_column("")
-    for heading in ("TTFT", "times lower", "hit tokens", "MB", "same tokens", "cosine", "KL"):
-        table.add_column(heading, justify="right")
+    table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1))
+    table.add_column("", no_wrap=True)
+    for heading in ("TTFT", "times lower", "hit", "MB", "same tokens", "cosine", "KL"):
+        table.add_column(heading, justify="right", no_wrap=True)
     cold = outcome["ttft_cold_s"]
     table.add_row("cold prefill", f"{cold * 1e3:.0f} ms")
     for codec, row in outcome["codecs"].items():

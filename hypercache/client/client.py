@@ -94,7 +94,14 @@ class Transfer:
         self._result: FetchResult | None = None
         self._waiters: list[tuple[int, asyncio.Future[bool]]] = []
         self._stop: Callable[[], None] = _nothing
+        self._good: Callable[[], int] = int
         self.on_layer: Callable[[int], None] | None = None
+
+    @property
+    def tokens(self) -> int:
+        """End of the tokens that are good in every layer in place so far. Falls when a block is lost, so an
+        engine that runs ahead can stop as soon as it built on tokens that did not come."""
+        return self._good() if self._result is None else self._result.hit_tokens
 
     async def layer(self, index: int) -> bool:
         """True when layer ``index`` is in place for all blocks still good, False when it never will be.
@@ -340,6 +347,7 @@ class Client:
             port, self.chunk_nbytes, asked, wanted, FRAME_BYTES, transfer._layer_done, ended
         )
         transfer._operation = operation
+        transfer._good = lambda: (first + operation.good) * self.block_size
         timer = asyncio.get_running_loop().call_later(budget, lambda: self._give_up(operation, "deadline"))
         transfer._stop = lambda: self._give_up(operation, "cancelled")
         message = protocol.Fetch(

@@ -56,6 +56,10 @@ class SyncTransfer:
         self._thread = thread
         self._transfer = transfer
 
+    @property
+    def tokens(self) -> int:
+        return self._transfer.tokens
+
     def layer(self, index: int) -> bool:
         return self._thread.call(self._transfer.layer(index))
 

@@ -63,8 +63,13 @@ class Generation:
     store: StoreResult
 
 
-def prefill(engine: Engine, tokens: Any, client: SyncClient | None = None, *, room: int = 0) -> Prefilled:
-    """Run a prompt, through ``client``'s cache where one is given; ``room`` tokens more fit into its K/V.
+def prefill(
+    engine: Engine, tokens: Any, client: SyncClient | None = None, kv: KVBuffers | None = None
+) -> Prefilled:
+    """Run a prompt, through ``client``'s cache where one is given.
+
+    kv: where its K/V go, with room for the prompt and whatever is to be decoded after it; None allocates for
+        the prompt alone. An engine that serves reuses its buffers: fresh pages cost more than the transfer.
 
     Raises TokenError for what is not token ids, SpecError for an empty prompt or another model's client.
     """
@@ -73,7 +78,8 @@ def prefill(engine: Engine, tokens: Any, client: SyncClient | None = None, *, ro
         raise SpecError(
             "the prompt is empty; embeddings without token ids have no identity and are not cached"
         )
-    kv = KVBuffers.allocate(engine.spec, len(ids) + room)
+    if kv is None:
+        kv = KVBuffers.allocate(engine.spec, len(ids))
     if client is None:
         return Prefilled(len(ids), engine.run(ids, kv, 0), kv, FetchResult(0, 0, 0, "no cache"))
     if client.model != engine.spec:
@@ -86,7 +92,7 @@ def prefill(engine: Engine, tokens: Any, client: SyncClient | None = None, *, ro
     transfer = client.start_fetch(match, kv)
 
     def arrived(layer: int) -> None:
-        if not transfer.layer(layer):
+        if not transfer.layer(layer) or transfer.tokens < match.hit_tokens:
             raise LayerLost(f"layer {layer} did not arrive")
 
     logits: Array | None = None
@@ -117,7 +123,7 @@ def greedy(engine: Engine, prefilled: Prefilled, count: int) -> list[int]:
 def generate(engine: Engine, tokens: Any, count: int, client: SyncClient) -> Generation:
     """:func:`prefill` through the cache, then :func:`greedy`; new blocks are stored meanwhile."""
     ids = canonical_tokens(tokens)
-    prefilled = prefill(engine, ids, client, room=count)
+    prefilled = prefill(engine, ids, client, KVBuffers.allocate(engine.spec, len(ids) + count))
     held = prefilled.fetch.hit_tokens
     saving = client.start_store(ids, prefilled.kv.window(0, len(ids)), start=held)
     out = greedy(engine, prefilled, count)

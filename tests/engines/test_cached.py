@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import signal
+import sys
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -16,9 +19,13 @@ from hypercache.engines.cached import Prefilled, generate, greedy, prefill
 from hypercache.engines.reference import ReferenceConfig, ReferenceModel
 from hypercache.errors import SpecError, TokenError
 from hypercache.keys import TenantKey
+from hypercache.kv import KVBuffers
 
-# Small to compute, with K/V heavy enough (32 KiB a token) that a fetch is still running at its first layers.
-ENGINE = ReferenceModel(ReferenceConfig(layers=8, hidden=32, heads=8, kv_heads=8, head_dim=64, mlp=32))
+sys.path.append(str(Path(__file__).parents[1] / "fabrics"))
+from proxy import proxied
+
+# Little to compute, with K/V so heavy (64 KiB a token) that each layer travels in several frames.
+ENGINE = ReferenceModel(ReferenceConfig(layers=8, hidden=32, heads=8, kv_heads=8, head_dim=128, mlp=32))
 
 
 @pytest.fixture(scope="module")
@@ -47,41 +54,16 @@ def same(a: Prefilled, b: Prefilled) -> None:
             np.testing.assert_allclose(ours[:, : a.tokens], theirs[:, : a.tokens], atol=2e-4)
 
 
-class Meddling:
-    """A real client and one thing that happens to it between ``match`` and the end of a fetch."""
-
-    def __init__(self, client: SyncClient, cut_at: int | None = None, clear: bool = False) -> None:
-        self._client, self._cut_at, self._clear = client, cut_at, clear
-        self.model = client.model
-
-    def match(self, ids: Any) -> Any:
-        return self._client.match(ids)
-
-    def start_fetch(self, match: Any, into: Any) -> Any:
-        if self._clear:
-            self._client.clear()
-        self._transfer = self._client.start_fetch(match, into)
-        return self
-
-    def layer(self, i: int) -> bool:
-        if i == self._cut_at:
-            self._transfer.cancel()
-        return self._transfer.layer(i)
-
-    def result(self) -> Any:
-        return self._transfer.result()
-
-
 def test_a_second_engine_decodes_the_same_tokens(uri: str, client: SyncClient) -> None:
     ids = prompt(200)
     first = generate(ENGINE, ids, 12, client)
     assert first.fetch.hit_tokens == 0 and first.store.stored == 12
     asked = np.append(ids[:150], prompt(20, seed=9))  # another question about the same text
-    cold = prefill(ENGINE, asked, room=12)
+    cold = prefill(ENGINE, asked, None, KVBuffers.allocate(ENGINE.spec, 182))
     with connect_sync(
         uri, model=ReferenceModel(ENGINE.config).spec, codec="raw", tenant=TenantKey.public()
     ) as other:
-        hit = prefill(ENGINE, asked, other, room=12)
+        hit = prefill(ENGINE, asked, other, KVBuffers.allocate(ENGINE.spec, 182))
         assert hit.fetch.hit_tokens == 144 and hit.fetch.wire_bytes == 144 * ENGINE.spec.token_nbytes()
         same(hit, cold)
         assert greedy(ENGINE, hit, 12) == greedy(ENGINE, cold, 12)
@@ -102,25 +84,52 @@ def test_l05_c01_a_prompt_that_is_cached_in_full_leaves_one_token_and_nothing_to
         assert again.store.stored == 0
 
 
-@pytest.mark.parametrize("layer", [0, 1, 2])
-def test_e09_a_fetch_that_fails_at_layer_k_is_recomputed_for_all_layers(
-    client: SyncClient, layer: int
+@pytest.mark.parametrize("layer", [0, 3, 7])
+@pytest.mark.parametrize("fault", ["end", "corrupt"])
+async def test_e09_a_fetch_that_fails_at_layer_k_is_recomputed_for_all_layers(
+    uri: str, client: SyncClient, fault: str, layer: int
 ) -> None:
-    ids = prompt(1000)
+    ids = prompt(200)
     cold = prefill(ENGINE, ids)
     client.store(ids, cold.kv)
-    assert client.match(ids).hit_tokens == 992
-    healed = prefill(ENGINE, ids, Meddling(client, cut_at=layer))  # type: ignore[arg-type]
-    assert healed.fetch.hit_tokens == 0 and healed.fetch.reason == "cancelled"
-    np.testing.assert_array_equal(healed.logits, cold.logits)
+    layer_nbytes = 192 * ENGINE.spec.token_nbytes() // 8
+    async with proxied(uri) as proxy:
+        tenant = TenantKey.public()
+        through = await asyncio.to_thread(
+            connect_sync, proxy.uri, model=ENGINE.spec, codec="raw", tenant=tenant
+        )
+        assert through.match(ids[:1]).hit_tokens == 0  # answered without asking; the link is up and silent
+        at = proxy.back.passed + layer * layer_nbytes + layer_nbytes // 2
+        if fault == "end":
+            proxy.back.end_at = at
+        else:
+            proxy.back.corrupt_at = at
+        healed = await asyncio.to_thread(prefill, ENGINE, ids, through)
+        await asyncio.to_thread(through.close)
+    assert healed.fetch.hit_tokens < 192 and healed.fetch.reason
+    assert healed.fetch.wire_bytes >= layer * layer_nbytes
+    if fault == "end":
+        assert healed.fetch.hit_tokens == 0
     same(healed, cold)
+
+
+class Forgetful:
+    """A real client whose server is emptied between ``match`` and the fetch."""
+
+    def __init__(self, client: SyncClient) -> None:
+        self._client = client
+        self.model, self.match = client.model, client.match
+
+    def start_fetch(self, match: Any, into: Any) -> Any:
+        self._client.clear()
+        return self._client.start_fetch(match, into)
 
 
 def test_e09_blocks_that_vanish_between_match_and_fetch_are_recomputed(client: SyncClient) -> None:
     ids = prompt(100)
     cold = prefill(ENGINE, ids)
     client.store(ids, cold.kv)
-    healed = prefill(ENGINE, ids, Meddling(client, clear=True))  # type: ignore[arg-type]
+    healed = prefill(ENGINE, ids, Forgetful(client))  # type: ignore[arg-type]
     assert healed.fetch.hit_tokens == 0
     np.testing.assert_array_equal(healed.logits, cold.logits)
 
@@ -152,7 +161,7 @@ def test_another_models_client_is_refused(client: SyncClient) -> None:
 
 def test_a_dead_or_frozen_server_costs_the_deadline_and_nothing_else() -> None:
     ids = prompt(100)
-    cold = prefill(ENGINE, ids, room=4)
+    cold = prefill(ENGINE, ids, None, KVBuffers.allocate(ENGINE.spec, 104))
     want = greedy(ENGINE, cold, 4)
     with (
         local_server("64MiB") as ready,
