@@ -29,6 +29,7 @@ lint: install
 
 bench: install
 	$(BIN)/python tools/fabric_throughput.py
+	$(BIN)/python tools/cache_throughput.py
 	$(BIN)/hypercache benchmark
 
 docs: install
