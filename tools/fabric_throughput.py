@@ -2,7 +2,7 @@
 
 Every payload is summed with CRC32C as it lands and compared, inside the timed region; the raw transfer
 (``sendall`` to ``recv_into``, two processes, no framing, no sum) moves the same bytes one way, back to back.
-Both are measured in turn; a row gives medians over the rounds.
+Both are measured in turn, in short rounds, so that a busy machine hits both alike; a row gives medians.
 
     python tools/fabric_throughput.py [--quick] [--json] [--fabric tcp --fabric loop]
 """
@@ -21,7 +21,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 
@@ -63,35 +63,43 @@ def slots(memory: memoryview, size: int) -> list[memoryview]:
     return [memory[at * size : (at + 1) * size] for at in range(SIZES[size])]
 
 
-def landing(views: Sequence[memoryview], frame: Frame) -> tuple[Sink, Callable[[], bool]]:
-    """A sink in the slot of a request, and the check of what landed there."""
-    view = views[frame.request_id % len(views)]
-    expected = SUM.unpack(frame.body)[0]
-    at = total = 0
+class Slot:
+    """Where the payload of one request under way lands, and its sum so far."""
 
-    def landed(count: int) -> None:
-        nonlocal at, total
-        total = crc32c(view[at:count], total)
-        at = count
+    __slots__ = ("_at", "_sum", "_view", "expected", "sink")
 
-    return Sink([view], landed=landed), lambda: total == expected
+    def __init__(self, view: memoryview) -> None:
+        self._view = view
+        self.sink = Sink([view], landed=self._landed)
+        self.expected = self._at = self._sum = 0
+
+    def open(self, expected: int) -> Sink:
+        self.expected, self._at, self._sum = expected, 0, 0
+        return self.sink
+
+    def _landed(self, count: int) -> None:
+        self._sum = crc32c(self._view[self._at : count], self._sum)
+        self._at = count
+
+    def check(self) -> None:
+        if self._sum != self.expected or self._at != len(self._view):
+            raise ValueError("what landed is not what was sent")
 
 
 class Receiver(Handler):
-    """The half that takes payload: a slot per request under way."""
+    """The half that takes payload."""
 
     def __init__(self) -> None:
         memory = memoryview(bytearray(os.urandom(1 << 20) * 8))
-        self._slots = {size: slots(memory, size) for size in SIZES}
-        self._checks: dict[int, Callable[[], bool]] = {}
+        self._slots = {size: [Slot(view) for view in slots(memory, size)] for size in SIZES}
 
     def place(self, frame: Frame) -> Sink:
-        sink, self._checks[frame.request_id] = landing(self._slots[frame.payload_nbytes], frame)
-        return sink
+        size = frame.payload_nbytes
+        return self._slots[size][frame.request_id % SIZES[size]].open(SUM.unpack(frame.body)[0])
 
     def verify(self, frame: Frame) -> None:
-        if not self._checks.pop(frame.request_id)():
-            raise ValueError(f"payload {frame.request_id} is not what was sent")
+        size = frame.payload_nbytes
+        self._slots[size][frame.request_id % SIZES[size]].check()
 
 
 class Lag:
@@ -340,7 +348,7 @@ async def measure(uri: str, raw_port: int, arena: Arena, clients: int, args: arg
         count = (args.mib << 20) // size // clients
         nbytes = count * size * clients
         for op, kind in (("get", GET), ("put", PUT)):
-            print(f"{scheme}: {op} {size >> 10} KiB, {clients} clients ...", file=sys.stderr, flush=True)
+            progress(f"{scheme}: {op} {size >> 10} KiB, {clients} client{'s' * (clients > 1)} ...")
             rates: list[tuple[float, float]] = []
             lags: list[float] = []
             for turn in range(args.rounds + 1):
@@ -370,6 +378,11 @@ async def measure(uri: str, raw_port: int, arena: Arena, clients: int, args: arg
     return rows
 
 
+def progress(text: str) -> None:
+    """One line that is overwritten on a terminal, one line each in a log."""
+    print(f"\r\033[K{text}" if sys.stderr.isatty() else f"{text}\n", end="", file=sys.stderr, flush=True)
+
+
 def show(rows: Sequence[Row]) -> None:
     table = Table(title="verified payload, GB/s (medians)")
     for name in ("fabric", "op", "payload", "clients", "GB/s", "raw socket", "ratio", "loop lag p99"):
@@ -392,9 +405,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--fabric", action="append", choices=["tcp", "loop"], help="default: all")
     parser.add_argument("--clients", action="append", type=int, help="default: 1 and 4")
-    parser.add_argument("--rounds", type=int, default=9)
-    parser.add_argument("--mib", type=int, default=256, help="payload per round (default 256)")
-    parser.add_argument("--quick", action="store_true", help="5 rounds of 64 MiB")
+    parser.add_argument("--rounds", type=int, default=15)
+    parser.add_argument("--mib", type=int, default=64, help="payload per round (default 64)")
+    parser.add_argument("--quick", action="store_true", help="5 rounds of 32 MiB")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--role", choices=["serve", "raw"], help=argparse.SUPPRESS)
     args = parser.parse_args()
@@ -405,7 +418,7 @@ def main() -> None:
         serve_raw_forever()
         return
     if args.quick:
-        args.rounds, args.mib = 5, 64
+        args.rounds, args.mib = 5, 32
     children = {"tcp": Child("serve"), "raw": Child("raw")}
     uris = {"tcp": children["tcp"].said, "loop": "loop://throughput"}
     arena = Arena()
@@ -415,6 +428,7 @@ def main() -> None:
             for clients in args.clients or (1, 4):
                 rows += asyncio.run(measure(uris[fabric], int(children["raw"].said), arena, clients, args))
     finally:
+        progress("")
         for child in children.values():
             child.close()
     if args.json:
