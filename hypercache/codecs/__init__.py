@@ -41,15 +41,13 @@ def warm(layouts: Iterable[KVLayout]) -> None:
     at start, so that no request waits for it.
     """
     for layout in layouts:
-        codec = next(
-            (each for each in _CODECS.values() if not each.lossless and each.supports(layout.dtype)), None
-        )
-        if codec is None:
-            continue  # `raw` alone takes these, and has no kernels
         parts = [np.zeros((layout.heads, 1, part.dim), layout.dtype.storage) for part in layout.parts]
-        chunk = np.empty((1, codec.chunk_nbytes(layout, 1)), np.uint8)
-        codec.encode(layout, parts, chunk)  # one kernel serves all codecs, dtypes and strides of a head dim
-        codec.decode(layout, chunk, parts)
+        for name in ("raw", "int8"):  # a kernel of a head dim serves all scaled codecs, dtypes and strides
+            codec = _CODECS[name]
+            if codec.supports(layout.dtype):
+                chunk = np.empty((1, codec.chunk_nbytes(layout, 1)), np.uint8)
+                codec.encode(layout, parts, chunk)
+                codec.decode(layout, chunk, parts)
 
 
 __all__ = ["Codec", "get", "names", "warm"]

@@ -8,14 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-import numpy.typing as npt
-
+from hypercache.codecs import kernels
 from hypercache.codecs.base import Bytes2D, Codec, Parts, check_shapes
 from hypercache.codecs.scaled import check_writable
 from hypercache.model import KVDtype, KVLayout
 
-_Pairs = Iterator[tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]]
+_Places = Iterator[tuple[kernels.Ints, kernels.Ints, kernels.Ints]]
 
 
 class RawCodec(Codec):
@@ -34,26 +32,27 @@ class RawCodec(Codec):
     def encode(self, layout: KVLayout, parts: Parts, out: Bytes2D) -> None:
         blocks, tokens = check_shapes(self, layout, parts, out)
         check_writable("out", out)
-        for inside, outside in _views(layout, blocks, tokens, out, parts):
-            np.copyto(inside, outside)
+        for shape, inside, outside in _places(layout, blocks, tokens, out, parts):
+            kernels.copy_rows(shape, outside, inside)
 
     def decode(self, layout: KVLayout, data: Bytes2D, parts: Parts) -> None:
         blocks, tokens = check_shapes(self, layout, parts, data)
         for part, array in zip(layout.parts, parts, strict=True):
             check_writable(f"part {part.name!r}", array)
-        for inside, outside in _views(layout, blocks, tokens, data, parts):
-            np.copyto(outside, inside)
+        for shape, inside, outside in _places(layout, blocks, tokens, data, parts):
+            kernels.copy_rows(shape, inside, outside)
 
 
-def _views(layout: KVLayout, blocks: int, tokens: int, rows: Bytes2D, parts: Parts) -> _Pairs:
-    """For each part, views of its bytes in the chunks and in the engine's array: (head, block, token, byte).
-
-    Every reshape only splits an axis, so none of them copies.
-    """
-    chunks = rows.reshape(blocks, layout.heads, -1).transpose(1, 0, 2)
-    offset = 0
+def _places(layout: KVLayout, blocks: int, tokens: int, rows: Bytes2D, parts: Parts) -> _Places:
+    """For each part: shape, its place in the chunks, its place in the engine's array, for ``copy_rows``."""
+    head_nbytes = rows.shape[1] // layout.heads
+    start = rows.ctypes.data
     for part, array in zip(layout.parts, parts, strict=True):
         row = part.dim * array.itemsize
-        shape = (layout.heads, blocks, tokens, row)
-        yield chunks[:, :, offset : offset + tokens * row].reshape(shape), array.view(np.uint8).reshape(shape)
-        offset += tokens * row
+        heads, token = array.strides[:2]
+        yield (
+            (layout.heads, blocks, tokens, row),
+            (start, head_nbytes, rows.strides[0], row),
+            (array.ctypes.data, heads, tokens * token, token),
+        )
+        start += tokens * row

@@ -1,0 +1,25 @@
+"""What the benchmark reports of the codecs is complete and consistent."""
+
+from __future__ import annotations
+
+import pytest
+
+from hypercache import codecs
+from hypercache.cli import bench_codecs
+
+
+def test_measure_reports_every_codec_at_every_dim(monkeypatch):
+    monkeypatch.setattr(bench_codecs, "BUFFER_BYTES", 2 << 20)  # a speed out of the cache is as good here
+    result = bench_codecs.measure(0.0, dims=(64, 80))
+    assert set(result) == set(codecs.names())
+    for name, by_dim in result.items():
+        assert list(by_dim) == ["64", "80"]
+        for figures in by_dim.values():
+            assert all(value > 0 for value in figures.values())
+            assert figures["relative_error"] ** 2 == pytest.approx(2 - 2 * figures["cosine"], rel=0.1), name
+    at_64 = {name: by_dim["64"] for name, by_dim in result.items()}
+    assert at_64["raw"]["ratio"] == 1.0 and at_64["int4"]["ratio"] == pytest.approx(128 / 34)
+    assert at_64["int4"]["relative_error_outliers"] < at_64["int4-plain"]["relative_error_outliers"]
+    assert at_64["int8"]["relative_error"] < at_64["fp8"]["relative_error"] < at_64["int4"]["relative_error"]
+    wanted = {"memcpy_gbps", "encode_gbps", "decode_gbps", "encode_to_memcpy", "decode_to_memcpy"}
+    assert wanted | {f"{key}_64k" for key in wanted} <= set(at_64["fp8"])
