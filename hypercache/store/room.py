@@ -100,8 +100,6 @@ class Room:
     def drop_hold(self, block: Block) -> None:
         """End one hold on ``block``. What nothing holds any more can be evicted; if hidden, it goes now."""
         for node in unhold(block):
-            if node.state == FREED:  # it only waited for the one below it
-                continue
             if node.slab.held == 0:
                 self._slabs.push(node.slab)
             if node.child is None:
@@ -155,30 +153,24 @@ class Room:
         return 1
 
     def _free(self, block: Block) -> None:
-        """Free a childless block that nothing holds, and hidden ancestors that only waited for it."""
-        node: Block | None = block
-        while node is not None:
-            parent = node.parent
-            detach(node)
-            tree = node.tree
-            if tree.blocks.get(node.digest) is node:
-                del tree.blocks[node.digest]
-            if node.state == COMMITTED:
-                self._hide(node)
-            self.index_used -= index_nbytes(tree.space.layers)
-            self.blocks -= 1
-            if node.queued:
-                self._leaves[node.slab.klass.nbytes].forget(node)
-            node.state = FREED
-            self.arena.release(node.slab, node.slot)
-            if node.slab.used == 0:
-                self._slabs.forget(node.slab)
-            if parent is None or parent.child is not None or parent.held:
-                return
-            if parent.tree.blocks.get(parent.digest) is parent:  # visible, or reap comes to it
-                self._offer(parent)
-                return
-            node = parent
+        """Free a block that nothing holds and that has no child."""
+        parent = block.parent
+        detach(block)
+        tree = block.tree
+        if tree.blocks.get(block.digest) is block:
+            del tree.blocks[block.digest]
+        if block.state == COMMITTED:
+            self._hide(block)
+        self.index_used -= index_nbytes(tree.space.layers)
+        self.blocks -= 1
+        if block.queued:
+            self._leaves[block.slab.klass.nbytes].forget(block)
+        block.state = FREED
+        self.arena.release(block.slab, block.slot)
+        if block.slab.used == 0:
+            self._slabs.forget(block.slab)
+        if parent is not None:
+            self._offer(parent)
 
     def clear(self, tree: Tree) -> tuple[int, int]:
         """Hide a whole tree at once; :meth:`reap` frees it step by step. Returns visible blocks and bytes."""

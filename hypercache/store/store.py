@@ -232,7 +232,7 @@ class BlockStore:
         writer = old.writer
         if writer is None:
             return Skip("exists" if old.state == COMMITTED else "pending")
-        if writer.batch is batch or now - writer.batch.progress < self.store_stall_s:
+        if now - writer.batch.progress < self.store_stall_s:
             return Skip("pending")
         block = old
         if writer.pins:  # someone may still write into the old slot: leave it to them, take another

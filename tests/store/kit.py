@@ -113,7 +113,7 @@ def audit(store: BlockStore, pinned: Iterable[Lease | Reservation] = ()) -> None
         if block.state == COMMITTED and block.evictable:
             assert block.queued
         if block.hidden:
-            assert block.held or block.child is not None or not block.tree.live
+            assert block.held or block.child is not None or found  # else it is lost
         parent = block.parent
         if parent is not None:  # no orphans
             assert parent.state != FREED and parent.tree is block.tree

@@ -228,3 +228,42 @@ def test_i04_counts_hold_when_everything_is_in_use(make: Make) -> None:
     store.release(lease)
     assert store.stats().bytes_held == 0
     assert put(store, ns, chain("q", 1), 1.0) == ["stored"]
+
+
+def test_a_new_block_costs_one_old_block_even_where_slabs_are_long(make: Make) -> None:
+    store = make(64 * MIB)
+    ns = store.open_namespace(info("a", (700_000,)))
+    for step in range(120):
+        before = store.stats().evicted_total
+        assert put(store, ns, chain(f"p{step}", 1), float(step)) == ["stored"]
+        assert store.stats().evicted_total - before in (0, 1)
+    (block,) = store.lease(ns, chain("p119", 1), "r", 1.0, 200.0).blocks
+    assert block.slab.klass.run > 1 and block.slab.klass.count > 1
+    assert store.stats().evicted_total > 20
+
+
+def test_what_was_cleared_goes_before_what_is_alive(make: Make) -> None:
+    store = make(8 * MIB)
+    a = store.open_namespace(info("a", (100_000,)))
+    b = store.open_namespace(info("b", (100_000,)))
+    old = chain("old", 30)
+    put(store, a, old, 0.0)
+    lease = store.lease(a, old, "r", 9.0, 0.0)
+    assert "full" in put(store, b, chain("newer", 100), 1.0)
+    store.release(lease)  # the older blocks are alive, the newer ones are not
+    store.clear(b)
+    assert put(store, a, chain("next", 10), 3.0) == ["stored"] * 10
+    assert store.match(a, old, 4.0) == 30
+    assert store.stats().evicted_total == 0
+
+
+def test_load_that_is_cleared_and_never_evicted_leaves_nothing_behind(store: BlockStore) -> None:
+    ns = store.open_namespace(info("a", (1000,)))
+    for step in range(30):
+        for prompt in range(50):
+            put(store, ns, chain(f"p{prompt}", 1), float(step))
+        store.clear(ns)
+        store.sweep(float(step))
+    assert store.stats().blocks_hidden == 0
+    entries = [len(queue._heap) for queue in (*store._room._leaves.values(), store._room._slabs)]
+    assert max(entries) <= 2 * 50 + 66
