@@ -56,10 +56,14 @@ class Cursor:
         """Move ``count`` (<= ``left``) bytes ahead. When all have passed, no view is referenced any more."""
         self.left -= count
         if not self.left:
-            self._views.clear()
+            self.clear()
             return
         count += self._offset
         while count >= len(self._views[self._index]):
             count -= len(self._views[self._index])
             self._index += 1
         self._offset = count
+
+    def clear(self) -> None:
+        """Refer to no view any more."""
+        self._views.clear()

@@ -1,7 +1,7 @@
 """What the channels of all fabrics have in common: states, order of output, placement of input, endings.
 
-A fabric adds how bytes move: it pulls frames with :meth:`FrameChannel._pull`, reports them with
-:meth:`_sent`, hands heads to :meth:`_dispatch` and payload to :class:`Inbound`.
+A fabric adds how bytes move: it takes flights from the outbox and reports them with
+:meth:`FrameChannel._sent`, hands heads to :meth:`FrameChannel._dispatch` and payload to :class:`Inbound`.
 """
 
 from __future__ import annotations
@@ -123,6 +123,8 @@ class Inbound:
         frame, sink = self._frame, self._sink
         if frame is None or sink is None or request_id not in (None, frame.request_id):
             return
+        if self._cursor is not None:
+            self._cursor.clear()
         self._frame = self._sink = self._cursor = None
         if sink.closed is not None:
             sink.closed(False)
