@@ -86,11 +86,12 @@ def _error(codec: Codec, layout: KVLayout, truth: F32) -> tuple[float, float]:
 def _speed(codec: Codec, layout: KVLayout, gauss: F32, seconds: float) -> dict[str, float]:
     figures: dict[str, float] = {}
     for suffix, run in RUN_BYTES.items():
-        copy, encode, decode = _rounds(_passes(codec, layout, gauss, run), seconds / len(RUN_BYTES))
+        nbytes, works = _passes(codec, layout, gauss, run)
+        copy, encode, decode = _rounds(works, seconds / len(RUN_BYTES))
         figures |= {
-            f"memcpy_gbps{suffix}": BUFFER_BYTES / 1e9 / median(copy),
-            f"encode_gbps{suffix}": BUFFER_BYTES / 1e9 / median(encode),
-            f"decode_gbps{suffix}": BUFFER_BYTES / 1e9 / median(decode),
+            f"memcpy_gbps{suffix}": nbytes / 1e9 / median(copy),
+            f"encode_gbps{suffix}": nbytes / 1e9 / median(encode),
+            f"decode_gbps{suffix}": nbytes / 1e9 / median(decode),
             f"encode_to_memcpy{suffix}": median(a / b for a, b in zip(copy, encode, strict=True)),
             f"decode_to_memcpy{suffix}": median(a / b for a, b in zip(copy, decode, strict=True)),
         }
@@ -111,10 +112,13 @@ def _rounds(works: Sequence[Callable[[], None]], seconds: float) -> list[list[fl
     return times
 
 
-def _passes(codec: Codec, layout: KVLayout, gauss: F32, run: int) -> tuple[Callable[[], None], ...]:
-    """Copy, encode and decode the whole buffer once, in calls of ``run`` bytes."""
-    tokens = run // layout.chunk_nbytes(1)
-    calls, blocks = BUFFER_BYTES // run, tokens // TOKENS
+def _passes(
+    codec: Codec, layout: KVLayout, gauss: F32, run: int
+) -> tuple[int, tuple[Callable[[], None], ...]]:
+    """The bytes of a buffer, and what copies, encodes and decodes it in calls of ``run`` bytes."""
+    blocks = run // layout.chunk_nbytes(TOKENS)
+    tokens, call_bytes = blocks * TOKENS, blocks * layout.chunk_nbytes(TOKENS)
+    calls = BUFFER_BYTES // call_bytes
     source = np.empty((calls, 2, HEADS, tokens, layout.parts[0].dim), np.uint16)
     source[:] = _to_bf16(gauss[:, :, np.arange(tokens) % gauss.shape[2]])
     target = np.empty_like(source)
@@ -132,4 +136,4 @@ def _passes(codec: Codec, layout: KVLayout, gauss: F32, run: int) -> tuple[Calla
         for i in range(calls):
             codec.decode(layout, chunks[i], target[i])
 
-    return copy, encode, decode
+    return calls * call_bytes, (copy, encode, decode)
