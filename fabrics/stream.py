@@ -48,6 +48,8 @@ class StreamChannel(FrameChannel):
         if not self._reading and self._state != "closed":
             self._loop.add_reader(self._sock, self._on_readable)
             self._reading = True
+            if self._decoder.partial:  # frames that were staged when reading had to pause
+                self._loop.call_soon(self._on_readable)
 
     def _wake(self) -> None:
         if not (self._busy or self._woken or self._writing):
@@ -87,10 +89,13 @@ class StreamChannel(FrameChannel):
     # -- input
 
     def _on_readable(self) -> None:
+        if self._state == "closed":
+            return
         self._busy = True
         budget = BUDGET
         inbound, limit = self._inbound, self._limits.max_queued
         try:
+            self._parse()
             while budget > 0 and not inbound.over and self._outbox.queued <= limit:
                 asked, got = self._receive()
                 budget -= got
@@ -131,14 +136,19 @@ class StreamChannel(FrameChannel):
             if not got:
                 return 1, 0
             decoder.wrote(got)
-        while decoder.partial and not inbound.over and (frame := decoder.next()) is not None:
+        self._parse()
+        return asked, got
+
+    def _parse(self) -> None:
+        """Act on what is staged, until it is used up or our answers have to go first."""
+        inbound, decoder, limit = self._inbound, self._decoder, self._limits.max_queued
+        while decoder.partial and not inbound.over and self._outbox.queued <= limit:
+            if (frame := decoder.next()) is None:
+                return
             self._head = HEADER_NBYTES + len(frame.body)
             self._dispatch(frame)
             if inbound.left and not inbound.over:
                 inbound.fill(decoder.take(inbound.left))
-                if inbound.left:
-                    break
-        return asked, got
 
     def _read_into(self, views: list[memoryview]) -> int:
         """Bytes read; 0: nothing there, or the stream has ended and with it the channel."""

@@ -297,6 +297,25 @@ async def test_h07_output_waits_in_its_source_when_the_peer_does_not_read(scheme
         assert pulled == 0, "sources were asked though pushed frames had not gone"
 
 
+async def test_h07_requests_wait_while_answers_do(scheme: str) -> None:
+    """H07: a burst of requests does not become a heap of answers: reading pauses, then goes on."""
+    size, requests, limits = 100_000, 300, Limits(max_queued=250_000)
+    async with joined(scheme, limits) as pair:
+        most = 0
+
+        def serve(channel: Channel, came: Received) -> None:
+            nonlocal most
+            most = max(most, sum(not calls for calls in pair.ledger.released.values()))
+            channel.send(pair.ledger.lend(DATA, came.request_id, b"", [pattern(size, came.request_id)]))
+
+        pair.far.on_each = serve
+        for number in range(requests):
+            pair.client.send(Outgoing(SMALL, number, b"get"))
+        for came in await pair.near.count(requests):
+            assert came.payload == pattern(size, came.request_id)
+        assert most < 20, f"{most} answers were queued at once"
+
+
 async def test_closing_sends_what_was_queued(scheme: str) -> None:
     async with joined(scheme) as pair:
         block = bytearray(1 << 20)
