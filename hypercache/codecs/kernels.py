@@ -4,7 +4,7 @@ One file, because numba's on-disk cache notices a change of the file that holds 
 file that the kernel calls into.
 
 Kernels take addresses (int64) and byte strides, never arrays: one compiled version serves every dtype,
-stride, alignment and read-only flag, and a call costs about a microsecond. Callers validate first
+stride, alignment and read-only flag, and a call costs a few microseconds. Callers validate first
 (:func:`hypercache.codecs.base.check_shapes`) and keep the memory alive during the call. The GIL is
 released. Nothing here uses fast-math: NaN and signed zero matter.
 
@@ -32,7 +32,6 @@ _U32 = np.uint32
 _F32 = np.float32
 _INF = np.uint32(0x7F800000)
 _ABS = np.uint32(0x7FFFFFFF)
-_SIGN = np.uint32(0x80000000)
 _FP16_MAX = np.float32(65504.0)
 _TINY = np.float32(2.0**-24)  # smallest positive fp16: the least scale of a row that is not all zero
 _MAGIC = np.float32(1.5 * 2.0**23)  # adding it rounds to the nearest even integer, left in the low bits
