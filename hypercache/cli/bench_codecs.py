@@ -44,10 +44,10 @@ def measure(
     result: dict[str, dict[str, dict[str, float]]] = {name: {} for name in names}
     for dim in dims:
         layout = KVLayout("split", HEADS, (Part("k", dim), Part("v", dim)), KVDtype.BF16)
-        codecs.warm([layout])
         gauss, outliers = _data(dim)
         for name in names:
             codec = codecs.get(name)
+            codecs.warm(codec, [layout])
             figures = {"ratio": layout.chunk_nbytes(TOKENS) / codec.chunk_nbytes(layout, TOKENS)}
             figures["cosine"], figures["relative_error"] = _error(codec, layout, gauss)
             figures["cosine_outliers"], figures["relative_error_outliers"] = _error(codec, layout, outliers)

@@ -136,16 +136,16 @@ def _print(outcome: dict[str, Any]) -> None:
         f"{outcome['model']}: {outcome['prompt_tokens']} tokens, {outcome['kv_bytes'] / 1e6:.1f} MB of K/V"
     )
     table = Table(box=box.SIMPLE, pad_edge=False, padding=(0, 1))
-    table.add_column("", no_wrap=True)
-    for heading in ("TTFT", "times lower", "hit", "MB", "same tokens", "cosine", "KL"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    table.add_column("")
+    for heading in ("TTFT", "lower", "hit", "MB", "same", "cosine", "KL"):
+        table.add_column(heading, justify="right")
     cold = outcome["ttft_cold_s"]
     table.add_row("cold prefill", f"{cold * 1e3:.0f} ms")
     for codec, row in outcome["codecs"].items():
         table.add_row(
-            codec + (" (default)" if codec == outcome["default_codec"] else ""),
+            codec + (" *" if codec == outcome["default_codec"] else ""),
             f"{row['ttft_s'] * 1e3:.0f} ms",
-            f"{cold / row['ttft_s']:.1f}",
+            f"{cold / row['ttft_s']:.1f}x",
             str(row["hit_tokens"]),
             f"{row['wire_bytes'] / 1e6:.1f}",
             f"{row['identical_tokens']}/{outcome['continuation_tokens']}",
@@ -153,4 +153,9 @@ def _print(outcome: dict[str, Any]) -> None:
             f"{row['kl']:.1e}",
         )
     console.print(table)
+    console.print(
+        "TTFT: prompt to first token. hit: tokens from the cache. MB: moved. same: greedy tokens before the first\n"
+        "that differs. cosine, KL: next-token logits and distribution against cold prefill. *: the default codec.",
+        style="dim",
+    )
     console.print(f"continuation: {outcome['continuation']!r}", markup=False)

@@ -249,8 +249,7 @@ class Client:
         )
 
     async def _start(self) -> None:
-        if not self.codec.lossless:
-            await asyncio.to_thread(codecs.warm, self._coder.layouts)  # or the first request would compile
+        await asyncio.to_thread(codecs.warm, self.codec, self._coder.layouts)  # or the first call compiles
         await self._link.start(self.deadline)
         error = self._link.permanent_error
         if error is not None:

@@ -34,20 +34,17 @@ def get(name: str) -> Codec:
     raise ConfigError(f"codec {name!r} is unknown, known are {', '.join(_CODECS)}{hint}")
 
 
-def warm(layouts: Iterable[KVLayout]) -> None:
-    """Compile, or load from numba's cache, every kernel that K/V of these layouts need.
+def warm(codec: Codec, layouts: Iterable[KVLayout]) -> None:
+    """Compile, or load from numba's cache, every kernel that ``codec`` needs for K/V of these layouts.
 
-    Seconds per head dim on a machine that never ran this version, fractions of a second afterwards. Call it
-    at start, so that no request waits for it.
+    Seconds per head dim on a machine that never ran this version, fractions of a second afterwards (`raw` has
+    one kernel for all). Call it at start, so that no request waits for it.
     """
-    for layout in layouts:
+    for layout in dict.fromkeys(layouts):
         parts = [np.zeros((layout.heads, 1, part.dim), layout.dtype.storage) for part in layout.parts]
-        for name in ("raw", "int8"):  # a kernel of a head dim serves all scaled codecs, dtypes and strides
-            codec = _CODECS[name]
-            if codec.supports(layout.dtype):
-                chunk = np.empty((1, codec.chunk_nbytes(layout, 1)), np.uint8)
-                codec.encode(layout, parts, chunk)
-                codec.decode(layout, chunk, parts)
+        chunk = np.empty((1, codec.chunk_nbytes(layout, 1)), np.uint8)
+        codec.encode(layout, parts, chunk)
+        codec.decode(layout, chunk, parts)
 
 
 __all__ = ["Codec", "get", "names", "warm"]
