@@ -154,8 +154,8 @@ def _print(outcome: dict[str, Any]) -> None:
         )
     console.print(table)
     console.print(
-        "TTFT: prompt to first token. hit: tokens from the cache. MB: moved. same: greedy tokens before the first\n"
-        "that differs. cosine, KL: next-token logits and distribution against cold prefill. *: the default codec.",
+        "TTFT: prompt to first token. hit: tokens from the cache. MB: moved. same: greedy tokens before\n"
+        "the first that differs. cosine, KL: next-token logits against cold prefill. *: default codec.",
         style="dim",
     )
     console.print(f"continuation: {outcome['continuation']!r}", markup=False)
