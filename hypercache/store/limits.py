@@ -13,16 +13,12 @@ from hypercache.errors import ConfigError
 
 
 def memory_limit(root: Path = Path("/")) -> int:
-    """Bytes this process may use: the smallest of its cgroup limits (v2, then v1) and the machine's memory.
+    """Bytes this process may use: the smallest of its cgroup limits (v2 and v1) and the machine's memory.
 
     A limit set on any ancestor group counts. ``root`` is where ``proc`` and ``sys`` are found. Raises
     ConfigError if not even the machine's memory can be read: give an absolute size then.
     """
-    total = _machine_memory(root)
-    limits = [total, *_v2_limits(root)]
-    if len(limits) == 1:
-        limits += _v1_limits(root)
-    return min(limits)
+    return min([_machine_memory(root), *_v2_limits(root), *_v1_limits(root)])
 
 
 def _machine_memory(root: Path) -> int:

@@ -127,7 +127,6 @@ class BlockStore:
         """
         if not ttl_s > 0:
             raise ConfigError(f"lease ttl_s={ttl_s!r}: need a number of seconds > 0")
-        self._ledger.expire(now)
         blocks = self._use(ns, digests, now)
         return self._ledger.lease(owner, blocks, now + min(ttl_s, self.lease_limit_s))
 

@@ -96,6 +96,10 @@ def test_reasons_for_a_skip(make: Make) -> None:
     huge = store.open_namespace(info("huge", (2 * MIB, 2 * MIB)))
     assert reasons(store.reserve(huge, None, digests[:2], "w", 0.0)) == ["too_large"] * 2
     store.drop_owner("w")
+    put(store, ns, digests[:1], 0.0)
+    mixed = store.reserve(ns, digests[4], [digests[3], digests[0], digests[1]], "w", 0.0)
+    assert reasons(mixed) == ["orphan", "exists", "reserved"]
+    store.evict(ns, digests[:1])
     assert reasons(store.reserve(ns, None, [digests[0], digests[0]], "w", 0.0)) == ["reserved", "pending"]
     assert reasons(store.reserve(ns, digests[0], [digests[0], digests[1]], "w", 0.0)) == [
         "pending",
@@ -396,6 +400,15 @@ def test_malformed_namespaces_are_refused(bad: dict[str, object]) -> None:
     NamespaceInfo(**good)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="namespace 'mine'"):
         NamespaceInfo(**{**good, **bad})  # type: ignore[arg-type]
+
+
+def test_a_namespace_that_was_written_to_is_not_the_idle_one(make: Make) -> None:
+    store = make(max_namespaces=2)
+    a, b = (store.open_namespace(info(name, CHUNKS)) for name in "ab")
+    put(store, b, chain("p", 3), 0.0)
+    put(store, a, chain("p", 2), 0.0)
+    store.open_namespace(info("c", CHUNKS))
+    assert (store.count(a), store.count(b)) == (2, 0)
 
 
 def test_idle_namespaces_make_room_for_new_ones_and_their_handles_stay_good(make: Make) -> None:
