@@ -17,7 +17,7 @@ from fabrics.errors import ChannelClosed
 from fabrics.framing import HEADER_NBYTES, Decoder, encode_head
 from fabrics.outbox import Flight
 
-_GATHER = 512 << 10  # bytes taken from the outbox ahead of the kernel: frames that share one system call
+_GATHER = 1 << 20  # bytes taken from the outbox ahead of the kernel: frames that share one system call
 _MAX_VIEWS = 1024  # the kernel takes no more in one call
 _JOIN = 4 << 10  # bodies up to this are joined with their header
 
