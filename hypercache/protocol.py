@@ -15,10 +15,10 @@ question for ever. Digests travel concatenated (16 bytes each), checksums as one
                                          <-  MATCHED  blocks
     FETCH  digests                       ->
                                          <-  FETCHING  blocks               (the leased, contiguous run)
-                                         <-  LAYER  layer, first, crcs + payload   (layer after layer)
+                                         <-  LAYERS  runs, crcs + payload   (layer after layer)
                                          <-  FETCHED
     STORE  parent, digests               ->
-    PUT    layer, first, crcs + payload  ->                                 (does not wait for STORING)
+    PUT    runs, crcs + payload          ->                                 (does not wait for STORING)
                                          <-  STORING  runs still wanted
                                          <-  STORED  outcome of each block
 """
@@ -26,7 +26,7 @@ question for ever. Digests travel concatenated (16 bytes each), checksums as one
 from __future__ import annotations
 
 import enum
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TypeVar
 
 import msgspec
@@ -56,7 +56,7 @@ class Op(enum.IntEnum):
     MATCHED = 6
     FETCH = 7
     FETCHING = 8
-    LAYER = 9
+    LAYERS = 9
     FETCHED = 10
     STORE = 11
     STORING = 12
@@ -85,6 +85,9 @@ class ErrorCode(enum.StrEnum):
     MALFORMED = "malformed"
     UNSUPPORTED = "unsupported"
     INTERNAL = "internal"
+
+
+Run = tuple[int, int, int]  # layer, first block, number of blocks
 
 
 class Message(msgspec.Struct, array_like=True, gc=False):
@@ -151,11 +154,13 @@ class Fetching(Message):
     blocks: int
 
 
-class Layer(Message):
-    """Payload: ``len(crcs)`` chunks of ``layer``, blocks ``first`` onwards."""
+class Layers(Message):
+    """Payload: the chunks of ``runs``, in order, each run (layer, first block, count). ``crcs``: one a chunk.
 
-    layer: int
-    first: int
+    Chunks come layer after layer, block after block, each once. A frame may end and begin anywhere.
+    """
+
+    runs: tuple[Run, ...]
     crcs: tuple[int, ...]
 
 
@@ -179,8 +184,9 @@ class Storing(Message):
 
 
 class Put(Message):
-    layer: int
-    first: int
+    """As :class:`Layers`, in any order; blocks count from the first that the request names."""
+
+    runs: tuple[Run, ...]
     crcs: tuple[int, ...]
 
 
@@ -227,7 +233,7 @@ BODIES: dict[Op, type[Message]] = {
     Op.MATCHED: Matched,
     Op.FETCH: Fetch,
     Op.FETCHING: Fetching,
-    Op.LAYER: Layer,
+    Op.LAYERS: Layers,
     Op.FETCHED: Fetched,
     Op.STORE: Store,
     Op.STORING: Storing,
@@ -277,6 +283,59 @@ def split_digests(joined: bytes) -> list[bytes]:
     return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
 
 
-def batch_size(chunk_nbytes: int, frame_bytes: int) -> int:
-    """Chunks per frame: as many as fit ``frame_bytes``, at least one."""
-    return max(1, min(MAX_FRAME_CHUNKS, frame_bytes // max(1, chunk_nbytes)))
+def payload_nbytes(runs: Sequence[Run], chunk_nbytes: Sequence[int]) -> int:
+    """Bytes of the chunks of ``runs``; layers must exist."""
+    return sum([count * chunk_nbytes[layer] for layer, _, count in runs])
+
+
+def plan_frame(wanted: Iterable[Run], chunk_nbytes: Sequence[int], frame_bytes: int) -> list[Run]:
+    """The head of ``wanted`` that makes one frame: as much as fits ``frame_bytes``, at least one chunk."""
+    runs: list[Run] = []
+    room, chunks = frame_bytes, MAX_FRAME_CHUNKS
+    for layer, first, count in wanted:
+        size = chunk_nbytes[layer]
+        fit = min(count, chunks, max(0, room) // size)
+        if not fit and not runs:
+            fit = 1
+        if fit:
+            runs.append((layer, first, fit))
+            room -= fit * size
+            chunks -= fit
+        if fit < count:
+            break
+    return runs
+
+
+class Cursor:
+    """A position in the order that chunks travel: layer after layer, and in each the blocks 0..blocks-1."""
+
+    __slots__ = ("block", "blocks", "layer", "stop")
+
+    def __init__(self, layers: range, blocks: int) -> None:
+        self.layer = layers.start
+        self.stop = layers.stop if blocks else layers.start
+        self.block = 0
+        self.blocks = blocks
+
+    @property
+    def done(self) -> bool:
+        return self.layer == self.stop
+
+    def ahead(self) -> Iterator[Run]:
+        """All that is left, a run a layer."""
+        block = self.block
+        for layer in range(self.layer, self.stop):
+            yield layer, block, self.blocks - block
+            block = 0
+
+    def take(self, run: Run) -> bool:
+        """Move past ``run``; False, and no move, if it is not what comes next."""
+        layer, first, count = run
+        end = first + count
+        if self.done or (layer, first) != (self.layer, self.block) or count < 1 or end > self.blocks:
+            return False
+        if end < self.blocks:
+            self.block = end
+        else:
+            self.layer, self.block = layer + 1, 0
+        return True

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -14,6 +15,8 @@ from hypercache.errors import SpecError
 from hypercache.kv import KVBuffers
 from hypercache.model import ModelSpec
 
+Bytes = npt.NDArray[np.uint8]
+
 
 class Staging:
     """A pool of frame-sized host buffers, so that the data path hardly ever allocates."""
@@ -22,22 +25,22 @@ class Staging:
         self._nbytes = nbytes
         self._count = count
         self._out = 0
-        self._free: list[npt.NDArray[np.uint8]] = []
+        self._free: list[Bytes] = []
         self._waiting: list[Callable[[], None]] = []
 
-    def take(self, wake: Callable[[], None]) -> npt.NDArray[np.uint8] | None:
+    def take(self, wake: Callable[[], None]) -> Bytes | None:
         """A buffer, or None when ``count`` are out: then ``wake`` is called when one comes back."""
         if self._out >= self._count:
             self._waiting.append(wake)
             return None
         return self.take_now()
 
-    def take_now(self) -> npt.NDArray[np.uint8]:
+    def take_now(self) -> Bytes:
         """A buffer in any case, for what is arriving and cannot wait."""
         self._out += 1
         return self._free.pop() if self._free else np.empty(self._nbytes, np.uint8)
 
-    def give(self, buffer: npt.NDArray[np.uint8]) -> None:
+    def give(self, buffer: Bytes) -> None:
         self._out -= 1
         if len(self._free) < self._count:
             self._free.append(buffer)
@@ -46,28 +49,20 @@ class Staging:
             wake()
 
 
+@dataclass(slots=True)
 class Landing:
-    """Memory for ``count`` chunks of one frame, then a way to use them."""
+    """Memory for the chunks of one frame, and how to use them."""
 
-    __slots__ = ("chunks", "done", "keep", "views")
-
-    def __init__(
-        self,
-        views: Sequence[memoryview],
-        chunks: Sequence[memoryview],
-        keep: Callable[[int], None],
-        done: Callable[[], None],
-    ) -> None:
-        self.views = views  # what the channel writes to
-        self.chunks = chunks  # the same bytes, one view a chunk
-        self.keep = keep  # the first n chunks are verified: use them
-        self.done = done  # the channel writes no more
+    views: Sequence[memoryview]  # what the channel writes to
+    chunks: Sequence[memoryview]  # the same bytes, one view a chunk
+    keep: Callable[[int, int], None]  # (run, n): the first n chunks of that run are verified: use them
+    done: Callable[[], None]  # the channel writes no more
 
 
 OUTGOING = 4  # frames encoded and not yet sent, all stores of a client together
 INCOMING = 2  # frames being received
 
-Lent = tuple[memoryview, Callable[[], None]]  # bytes, and what gives them back
+Runs = Sequence[protocol.Run]
 
 
 class ChunkPort(Protocol):
@@ -75,10 +70,19 @@ class ChunkPort(Protocol):
 
     blocks: int
 
-    def landing(self, layer: int, first: int, count: int) -> Landing: ...
+    def landing(self, runs: Runs) -> Landing: ...
 
-    def lend(self, layer: int, first: int, count: int, wake: Callable[[], None]) -> Lent | None:
-        """Encoded bytes of ``count`` chunks back to back; None: no buffer is free, ``wake`` tells when."""
+    def lend(self, runs: Runs, wake: Callable[[], None]) -> Landing | None:
+        """The encoded chunks of ``runs``, nothing to keep; None: no buffer is free, ``wake`` tells when."""
+
+
+def cut(views: Sequence[memoryview], sizes: Sequence[int]) -> list[memoryview]:
+    """Each view in pieces of its size."""
+    return [
+        view[at : at + size]
+        for view, size in zip(views, sizes, strict=True)
+        for at in range(0, len(view), size)
+    ]
 
 
 class ChunkBuffers:
@@ -88,7 +92,7 @@ class ChunkBuffers:
     Bytes of a fetch that fails are unspecified, as with any caller memory: use what FetchResult names.
     """
 
-    def __init__(self, layers: Sequence[npt.NDArray[np.uint8]]) -> None:
+    def __init__(self, layers: Sequence[Bytes]) -> None:
         if not layers:
             raise SpecError("ChunkBuffers needs at least one layer")
         for index, layer in enumerate(layers):
@@ -112,15 +116,14 @@ class ChunkBuffers:
                 f"the namespace {len(chunk_nbytes)} of {chunk_nbytes[0]}.."
             )
 
-    def landing(self, layer: int, first: int, count: int) -> Landing:
-        rows = self._layers[layer][first : first + count]
-        whole = memoryview(rows).cast("B")  # type: ignore[arg-type]
-        size = rows.shape[1]
-        chunks = [whole[at : at + size] for at in range(0, whole.nbytes, size)]
-        return Landing([whole], chunks, _nothing_n, _nothing)
+    def landing(self, runs: Runs) -> Landing:
+        layers = self._layers
+        views = [as_bytes(layers[layer][first : first + count]) for layer, first, count in runs]
+        chunks = cut(views, [layers[layer].shape[1] for layer, _, _ in runs])
+        return Landing(views, chunks, _keep_nothing, _nothing)
 
-    def lend(self, layer: int, first: int, count: int, wake: Callable[[], None]) -> Lent | None:
-        return memoryview(self._layers[layer][first : first + count]).cast("B"), _nothing  # type: ignore[arg-type]
+    def lend(self, runs: Runs, wake: Callable[[], None]) -> Landing | None:
+        return self.landing(runs)
 
 
 class Coder:
@@ -136,7 +139,7 @@ class Coder:
         self.block_size = block_size
         self.layouts = [spec.layout(layer) for layer in range(spec.num_layers)]
         self.chunk_nbytes = tuple(codec.chunk_nbytes(layout, block_size) for layout in self.layouts)
-        largest = max(size * protocol.batch_size(size, frame_bytes) for size in self.chunk_nbytes)
+        largest = max(frame_bytes, *self.chunk_nbytes)
         self.outgoing = Staging(largest, OUTGOING)
         self.incoming = Staging(largest, INCOMING)
 
@@ -155,38 +158,53 @@ class CodecPort:
         self._first_block = start // coder.block_size
         self.blocks = kv.tokens // coder.block_size - self._first_block
 
-    def landing(self, layer: int, first: int, count: int) -> Landing:
+    def landing(self, runs: Runs) -> Landing:
         buffer = self._coder.incoming.take_now()
-        rows = self._rows(buffer, layer, count)
-        size = rows.shape[1]
-        whole = memoryview(buffer)[: rows.nbytes]  # type: ignore[arg-type]
-        chunks = [whole[at : at + size] for at in range(0, rows.nbytes, size)]
+        rows = self._rows(buffer, runs)
 
-        def keep(good: int) -> None:
+        def keep(run: int, good: int) -> None:
             if good:
-                self._decode(layer, first, rows[:good])
+                layer, first, _ = runs[run]
+                self._decode(layer, first, rows[run][:good])
 
-        return Landing([whole], chunks, keep, lambda: self._coder.incoming.give(buffer))
+        return self._landing(buffer, rows, keep, lambda: self._coder.incoming.give(buffer))
 
-    def lend(self, layer: int, first: int, count: int, wake: Callable[[], None]) -> Lent | None:
+    def lend(self, runs: Runs, wake: Callable[[], None]) -> Landing | None:
         buffer = self._coder.outgoing.take(wake)
         if buffer is None:
             return None
-        rows = self._rows(buffer, layer, count)
-        self._coder.codec.encode(self._coder.layouts[layer], self._parts(layer, first, count), rows)
-        data = memoryview(buffer)[: rows.nbytes]  # type: ignore[arg-type]
-        return data, lambda: self._coder.outgoing.give(buffer)
+        rows = self._rows(buffer, runs)
+        for (layer, first, count), into in zip(runs, rows, strict=True):
+            self._coder.codec.encode(self._coder.layouts[layer], self._parts(layer, first, count), into)
+        return self._landing(buffer, rows, _keep_nothing, lambda: self._coder.outgoing.give(buffer))
 
-    def _rows(self, buffer: npt.NDArray[np.uint8], layer: int, count: int) -> npt.NDArray[np.uint8]:
-        size = self._coder.chunk_nbytes[layer]
-        return buffer[: count * size].reshape(count, size)
+    def _landing(
+        self,
+        buffer: Bytes,
+        rows: Sequence[Bytes],
+        keep: Callable[[int, int], None],
+        done: Callable[[], None],
+    ) -> Landing:
+        chunks = cut([as_bytes(run) for run in rows], [run.shape[1] for run in rows])
+        whole = as_bytes(buffer[: sum([run.size for run in rows])])
+        return Landing([whole], chunks, keep, done)
+
+    def _rows(self, buffer: Bytes, runs: Runs) -> list[Bytes]:
+        """``buffer`` as one array (blocks, chunk bytes) a run, back to back."""
+        rows = []
+        at = 0
+        for layer, _, count in runs:
+            size = self._coder.chunk_nbytes[layer]
+            rows.append(buffer[at : at + count * size].reshape(count, size))
+            at += count * size
+        return rows
 
     def _parts(self, layer: int, first: int, count: int) -> list[npt.NDArray[Any]]:
         size = self._coder.block_size
         begin = (self._first_block + first) * size
         return [part[:, begin : begin + count * size, :] for part in self._kv.layer(layer)]
 
-    def _decode(self, layer: int, first: int, rows: npt.NDArray[np.uint8]) -> None:
+    def _decode(self, layer: int, first: int, rows: Bytes) -> None:
         layout, decode, size = self._coder.layouts[layer], self._coder.codec.decode, self._coder.block_size
         count = rows.shape[0]
         clip = self._start - (self._first_block + first) * size
@@ -202,9 +220,14 @@ class CodecPort:
             decode(layout, rows[1:], self._parts(layer, first + 1, count - 1))
 
 
+def as_bytes(array: Bytes) -> memoryview:
+    """A flat view of C-contiguous bytes."""
+    return memoryview(array).cast("B")  # type: ignore[arg-type]
+
+
 def _nothing() -> None:
     return None
 
 
-def _nothing_n(good: int) -> None:
+def _keep_nothing(run: int, good: int) -> None:
     return None

@@ -7,7 +7,8 @@ result; what it holds (staging buffers) is given back by the channel's own callb
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 from fabrics import Channel, Frame, Outgoing, Sink
 from hypercache import protocol
@@ -23,9 +24,6 @@ class Operation:
 
     def on_message(self, channel: Channel, frame: Frame, message: protocol.Message) -> Sink | None:
         raise ProtocolError(f"unexpected {type(message).__name__}")
-
-    def on_payload(self, sink: Sink) -> None:
-        """The payload of a sink that ``on_message`` gave is in place."""
 
     def end(self, reason: str) -> None:
         """Over without a full answer: refused, cancelled, out of time or channel lost."""
@@ -46,18 +44,42 @@ class Call(Operation):
             self.future.set_result(reason)
 
 
-class _LandingSink(Sink):
-    __slots__ = ("first", "landing", "layer", "verifier")
+class _FrameSink(Sink):
+    """Memory for one frame of a fetch; its runs are used one by one, as soon as they are there."""
 
-    def __init__(self, layer: int, first: int, landing: Landing, crcs: Sequence[int]) -> None:
-        self.layer = layer
-        self.first = first
-        self.landing = landing
-        self.verifier = Verifier(landing.chunks, crcs)
-        super().__init__(landing.views, landed=self.verifier.landed, closed=self._closed)
+    __slots__ = ("_ends", "_landing", "_operation", "_runs", "_used", "_verifier")
+
+    def __init__(
+        self, operation: FetchOperation, runs: Sequence[protocol.Run], landing: Landing, crcs: Sequence[int]
+    ) -> None:
+        self._operation = operation
+        self._runs = runs
+        self._landing = landing
+        self._verifier = Verifier(landing.chunks, crcs)
+        self._used = 0
+        self._ends: list[int] = []  # bytes that must be there before each run is complete
+        super().__init__(landing.views, landed=self._landed, closed=self._closed)
+        at = 0
+        for layer, _, count in runs:
+            at += count * operation.chunk_nbytes[layer]
+            self._ends.append(at)
+
+    def _landed(self, total: int) -> None:
+        self._verifier.landed(total)
+        while self._used < len(self._ends) and self._ends[self._used] <= total:
+            index, self._used = self._used, self._used + 1
+            self._operation.run_landed(
+                self._runs[index], self._bad_in(index), partial(self._landing.keep, index)
+            )
+
+    def _bad_in(self, index: int) -> int | None:
+        """Offset of the first chunk of a run that does not match its checksum."""
+        begin = sum([count for _, _, count in self._runs[:index]])
+        count = self._runs[index][2]
+        return next((bad - begin for bad in self._verifier.bad if begin <= bad < begin + count), None)
 
     def _closed(self, complete: bool) -> None:
-        self.landing.done()
+        self._landing.done()
 
 
 class FetchOperation(Operation):
@@ -80,61 +102,61 @@ class FetchOperation(Operation):
         self.ended = False
         self.layers_done = layers.start  # every layer below it is in place
         self._port = port
-        self._chunk_nbytes = chunk_nbytes
+        self.chunk_nbytes = chunk_nbytes
         self._layers = layers
         self._frame_bytes = frame_bytes
         self._on_layer = on_layer
         self._on_end = on_end
         self._blocks: int | None = None  # the server's run
-        self._next = (layers.start, 0)
+        self._cursor = protocol.Cursor(layers, 0)
 
     def on_message(self, channel: Channel, frame: Frame, message: protocol.Message) -> Sink | None:
         match message:
             case protocol.Fetching(blocks=blocks) if self._blocks is None and 0 <= blocks <= self.asked:
                 self._blocks = self.good = blocks
+                self._cursor = protocol.Cursor(self._layers, blocks)
                 if blocks < self.asked:
                     self.reason = "evicted since the match" if blocks else "not stored"
-            case protocol.Layer() if self._blocks:
+            case protocol.Layers() if self._blocks:
                 return self._land(message, frame.payload_nbytes)
             case protocol.Fetched() if self._blocks is not None:
-                if self._blocks and self._next != (self._layers.stop, 0):
-                    raise ProtocolError(f"fetch ended before layer {self._next[0]} was complete")
+                if not self._cursor.done:
+                    raise ProtocolError(f"fetch ended before layer {self._cursor.layer} was complete")
                 self._finish()
             case _:
                 raise ProtocolError(f"unexpected {type(message).__name__} in a fetch")
         return None
 
-    def _land(self, message: protocol.Layer, payload_nbytes: int) -> Sink:
-        layer, first, count = message.layer, message.first, len(message.crcs)
-        if (layer, first) != self._next or layer >= self._layers.stop:
-            raise ProtocolError(
-                f"LAYER {layer} block {first}, expected layer {self._next[0]} block {self._next[1]}"
-            )
-        assert self._blocks is not None
-        size = self._chunk_nbytes[layer]
-        most = min(self._blocks - first, protocol.batch_size(size, self._frame_bytes))
-        if not 0 < count <= most or payload_nbytes != count * size:
-            raise ProtocolError(f"LAYER {layer} carries {count} chunks in {payload_nbytes} bytes")
-        end = first + count
-        self._next = (layer, end) if end < self._blocks else (layer + 1, 0)
-        return _LandingSink(layer, first, self._port.landing(layer, first, count), message.crcs)
+    def _land(self, message: protocol.Layers, payload_nbytes: int) -> Sink:
+        runs, crcs = message.runs, message.crcs
+        for run in runs:
+            if not self._cursor.take(run):
+                cursor = self._cursor
+                raise ProtocolError(
+                    f"LAYERS has run {run}, layer {cursor.layer} block {cursor.block} is next"
+                )
+        need = protocol.payload_nbytes(runs, self.chunk_nbytes)
+        largest = max(self._frame_bytes, *self.chunk_nbytes)
+        chunks = sum([count for _, _, count in runs])
+        if not runs or len(crcs) != chunks or payload_nbytes != need or need > largest:
+            raise ProtocolError(f"LAYERS carries {len(crcs)} checksums, {payload_nbytes} bytes for {need}")
+        return _FrameSink(self, runs, self._port.landing(runs), crcs)
 
-    def on_payload(self, sink: Sink) -> None:
-        assert isinstance(sink, _LandingSink)
+    def run_landed(self, run: protocol.Run, bad: int | None, keep: Callable[[int], None]) -> None:
+        """All chunks of ``run`` are there; ``bad`` is the first that does not match its checksum."""
         if self.ended:
             return
-        self.wire_bytes += sink.nbytes
-        bad = sink.verifier.bad
-        if bad:
-            self._spoil(sink.first + bad[0], "checksum mismatch on arrival")
-        good = max(0, min(self.good - sink.first, len(sink.landing.chunks)))
+        layer, first, count = run
+        self.wire_bytes += count * self.chunk_nbytes[layer]
+        if bad is not None:
+            self._spoil(first + bad, "checksum mismatch on arrival")
         try:
-            sink.landing.keep(good)
+            keep(max(0, min(self.good - first, count)))
         except CodecError as error:
-            self._spoil(sink.first, f"cannot be decoded: {error}")
-        if self._next == (sink.layer + 1, 0):
-            self.layers_done = sink.layer + 1
-            self._on_layer(sink.layer)
+            self._spoil(first, f"cannot be decoded: {error}")
+        if first + count == self._blocks:
+            self.layers_done = layer + 1
+            self._on_layer(layer)
 
     def _spoil(self, block: int, reason: str) -> None:
         if block < self.good:
@@ -174,7 +196,7 @@ class StoreOperation(Operation):
         self._frame_bytes = frame_bytes
         self._on_end = on_end
         self._channel: Channel | None = None
-        self._runs: Sequence[tuple[int, int]] = ((0, blocks),)
+        self._wanted: Sequence[tuple[int, int]] = ((0, blocks),)
         self._blocks = blocks
         self._layer = 0
         self._block = 0
@@ -192,37 +214,33 @@ class StoreOperation(Operation):
     def next_frame(self) -> Outgoing | None:
         if self.ended:
             return None
-        at = self._seek()
-        if at is None:
+        runs = protocol.plan_frame(self._ahead(), self._chunk_nbytes, self._frame_bytes)
+        if not runs:
             return None
-        layer, first, room = at
-        count = min(room, protocol.batch_size(self._chunk_nbytes[layer], self._frame_bytes))
-        lent = self._port.lend(layer, first, count, self._wake)
+        lent = self._port.lend(runs, self._wake)
         if lent is None:
             return None
-        data, give_back = lent
-        size = self._chunk_nbytes[layer]
-        crcs = tuple([checksum(data[at : at + size]) for at in range(0, count * size, size)])
-        self._block = first + count
-        self.wire_bytes += data.nbytes
-        op, body = protocol.encode(protocol.Put(layer, first, crcs))
+        crcs = tuple([checksum(chunk) for chunk in lent.chunks])
+        layer, first, count = runs[-1]
+        self._layer, self._block = layer, first + count
+        self.wire_bytes += protocol.payload_nbytes(runs, self._chunk_nbytes)
+        op, body = protocol.encode(protocol.Put(tuple(runs), crcs))
 
         def release(sent: bool) -> None:
-            give_back()
+            lent.done()
             self._wake()
 
-        return Outgoing(op, self.request_id, body, (data,), release=release)
+        return Outgoing(op, self.request_id, body, lent.views, release=release)
 
-    def _seek(self) -> tuple[int, int, int] | None:
-        """Layer, block and length of the next run to send."""
-        while self._layer < min(self._ready, len(self._chunk_nbytes)):
-            for first, count in self._runs:
-                begin = max(first, self._block)
+    def _ahead(self) -> Iterator[protocol.Run]:
+        """What is ready, wanted and not yet sent, in order."""
+        after = self._block
+        for layer in range(self._layer, min(self._ready, len(self._chunk_nbytes))):
+            for first, count in self._wanted:
+                begin = max(first, after)
                 if begin < first + count:
-                    return self._layer, begin, first + count - begin
-            self._layer += 1
-            self._block = 0
-        return None
+                    yield layer, begin, first + count - begin
+            after = 0
 
     def _wake(self) -> None:
         if self._channel is not None and not self.ended and self._channel.state == "open":
@@ -236,7 +254,7 @@ class StoreOperation(Operation):
                     if first < position or count < 1 or first + count > self._blocks:
                         raise ProtocolError("STORING names blocks that were not offered")
                     position = first + count
-                self._runs = wanted
+                self._wanted = wanted
             case protocol.Stored(outcome=outcome):
                 self.outcome = outcome
                 self._finish()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from fabrics import Outgoing, Sink
 from hypercache import protocol
@@ -46,33 +46,31 @@ class FetchStream:
         self._frame_bytes = frame_bytes
         self._clock = clock
         self._finished = finished
-        self._layers = layers
-        self._layer = layers.start
-        self._block = 0
+        self._cursor = protocol.Cursor(layers, len(lease.blocks))
 
     def next_frame(self) -> Outgoing | None:
         if self.outcome:
             return None
-        blocks = self._lease.blocks
-        if self._layer == self._layers.stop:
+        blocks, cursor = self._lease.blocks, self._cursor
+        if cursor.done:
             self._end("ok")
             return self._reply(protocol.Fetched(len(blocks)))
         if self._clock() > self.deadline or self._lease.ended:
             self._end("deadline")
             return self._reply(protocol.Error(protocol.ErrorCode.DEADLINE, "the fetch ran out of time"))
-        layer, first = self._layer, self._block
-        count = protocol.batch_size(self._chunk_nbytes[layer], self._frame_bytes)
-        batch = blocks[first : first + count]
-        self._block += len(batch)
-        if self._block == len(blocks):
-            self._block = 0
-            self._layer += 1
+        runs = protocol.plan_frame(cursor.ahead(), self._chunk_nbytes, self._frame_bytes)
         chunk = self._store.chunk
-        payload = [chunk(block, layer) for block in batch]
-        crcs = tuple([block.crcs[layer] for block in batch])
-        op, body = protocol.encode(protocol.Layer(layer, first, crcs))
+        payload: list[memoryview] = []
+        crcs: list[int] = []
+        for run in runs:
+            cursor.take(run)
+            layer, first, count = run
+            batch = blocks[first : first + count]
+            payload += [chunk(block, layer) for block in batch]
+            crcs += [block.crcs[layer] for block in batch]
+        op, body = protocol.encode(protocol.Layers(tuple(runs), tuple(crcs)))
         self._store.pin(self._lease)
-        self.bytes_sent += len(batch) * self._chunk_nbytes[layer]
+        self.bytes_sent += protocol.payload_nbytes(runs, self._chunk_nbytes)
         return Outgoing(op, self.request_id, body, payload, release=self._taken_back)
 
     def cancel(self) -> None:
@@ -96,28 +94,26 @@ class FetchStream:
 class PutSink(Sink):
     """The arena slots that one PUT frame lands in, pinned until the channel is done with them."""
 
-    __slots__ = ("crcs", "first", "layer", "stream", "targets", "verifier")
+    __slots__ = ("chunks", "crcs", "held", "stream", "verifier")
 
     def __init__(
         self,
         stream: StoreStream,
-        layer: int,
-        first: int,
+        chunks: Sequence[tuple[int, int]],
         crcs: Sequence[int],
-        targets: dict[int, Reservation],
+        held: Mapping[int, Reservation],
         views: Sequence[memoryview],
     ) -> None:
         self.stream = stream
-        self.layer = layer
-        self.first = first
+        self.chunks = chunks  # (layer, index of the block in the request) of each view
         self.crcs = crcs
-        self.targets = targets
+        self.held = held  # by index; the other views are not wanted
         self.verifier = Verifier(views, crcs)
         super().__init__(views, landed=self.verifier.landed, closed=self._closed)
-        stream.pin(targets.values())
+        stream.pin(held.values())
 
     def _closed(self, complete: bool) -> None:
-        self.stream.unpin(self.targets.values())
+        self.stream.unpin(self.held.values())
 
 
 class StoreStream:
@@ -167,28 +163,35 @@ class StoreStream:
     def put(self, message: protocol.Put, payload_nbytes: int) -> PutSink | None:
         """Where the chunks of one frame go, None when nobody wants them.
 
-        Raises ProtocolError when layer, blocks or sizes do not fit the namespace.
+        Raises ProtocolError when layers, blocks or sizes do not fit the namespace.
         """
-        layer, first, crcs = message.layer, message.first, message.crcs
-        if not 0 <= layer < len(self._chunk_nbytes):
-            raise ProtocolError(f"PUT of layer {layer}, the namespace has {len(self._chunk_nbytes)}")
-        size = self._chunk_nbytes[layer]
-        if not crcs or first < 0 or first + len(crcs) > self._total:
-            raise ProtocolError(f"PUT of blocks {first}+{len(crcs)}, the request has {self._total}")
-        if payload_nbytes != len(crcs) * size:
+        runs, crcs, sizes = message.runs, message.crcs, self._chunk_nbytes
+        chunks: list[tuple[int, int]] = []
+        for layer, first, count in runs:
+            if not 0 <= layer < len(sizes):
+                raise ProtocolError(f"PUT of layer {layer}, the namespace has {len(sizes)}")
+            if first < 0 or count < 1 or first + count > self._total:
+                raise ProtocolError(f"PUT of blocks {first}+{count}, the request has {self._total}")
+            if len(chunks) + count > len(crcs):
+                break
+            chunks += [(layer, index) for index in range(first, first + count)]
+        need = protocol.payload_nbytes(runs, sizes)
+        if not chunks or sum([count for _, _, count in runs]) != len(crcs) or payload_nbytes != need:
             raise ProtocolError(
-                f"PUT of {len(crcs)} chunks of layer {layer} carries {payload_nbytes} bytes, "
-                f"needs {len(crcs) * size}"
+                f"PUT of {len(crcs)} checksums and {payload_nbytes} bytes, its runs need {need} bytes"
             )
-        indices = range(first, first + len(crcs))
-        targets = {index: self._open[index] for index in indices if index in self._open}
-        targets = {index: target for index, target in targets.items() if not target.ended}
-        if not targets:
+        held = {index: target for _, index in chunks if (target := self._live(index)) is not None}
+        if not held:
             return None
         views = [
-            targets[index].chunk(layer) if index in targets else self._discard(size) for index in indices
+            held[index].chunk(layer) if index in held else self._discard(sizes[layer])
+            for layer, index in chunks
         ]
-        return PutSink(self, layer, first, crcs, targets, views)
+        return PutSink(self, chunks, crcs, held, views)
+
+    def _live(self, index: int) -> Reservation | None:
+        target = self._open.get(index)
+        return None if target is None or target.ended else target
 
     def pin(self, targets: Iterable[Reservation]) -> None:
         for target in targets:
@@ -201,17 +204,18 @@ class StoreStream:
     def arrived(self, sink: PutSink) -> None:
         """All bytes of a frame are in place: fill what matches its checksum, abort what does not."""
         self.bytes_received += sink.nbytes
-        bad = {sink.first + offset for offset in sink.verifier.bad}
+        bad = set(sink.verifier.bad)
         now = self._clock()
-        for index, target in sink.targets.items():
-            if self._open.get(index) is not target or target.ended:
+        for position, (layer, index) in enumerate(sink.chunks):
+            target = self._live(index)
+            if target is None or target is not sink.held.get(index):
                 continue
-            if index in bad:
+            if position in bad:
                 self._settle(index, "corrupt")
                 self._store.abort(target)
                 continue
             with contextlib.suppress(HoldEnded):  # cleared meanwhile: drop_dead finds it
-                if self._store.fill(target, sink.layer, sink.crcs[index - sink.first], now):
+                if self._store.fill(target, layer, sink.crcs[position], now):
                     self._settle(index, "stored")
         self.drop_dead()
 

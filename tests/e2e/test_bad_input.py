@@ -176,20 +176,20 @@ async def test_unknown_requests_are_skipped_by_length(node: Node) -> None:
 
 def put(layer: int, first: int, chunks: list[bytes], *, lie: bool = False) -> tuple[protocol.Put, bytes]:
     crcs = tuple(checksum(memoryview(chunk)) ^ lie for chunk in chunks)
-    return protocol.Put(layer, first, crcs), b"".join(chunks)
+    return protocol.Put(((layer, first, len(chunks)),), crcs), b"".join(chunks)
 
 
 async def test_bad_puts_store_nothing(node: Node) -> None:
     """Sizes, layers, blocks that do not fit close the channel; a wrong checksum refuses the block (E01)."""
     wrong: list[tuple[protocol.Put, bytes]] = [
-        (protocol.Put(2, 0, (0,)), b"x" * 96),
-        (protocol.Put(-1, 0, (0,)), b"x" * 96),
-        (protocol.Put(0, 4, (0,)), b"x" * 96),
-        (protocol.Put(0, -1, (0,)), b"x" * 96),
-        (protocol.Put(0, 0, (0,)), b"x" * 95),
-        (protocol.Put(0, 0, (0, 0)), b"x" * 96),
-        (protocol.Put(0, 0, ()), b"x" * 96),
-        (protocol.Put(1, 0, (0,)), b"x" * 96),
+        (protocol.Put(((2, 0, 1),), (0,)), b"x" * 96),
+        (protocol.Put(((-1, 0, 1),), (0,)), b"x" * 96),
+        (protocol.Put(((0, 4, 1),), (0,)), b"x" * 96),
+        (protocol.Put(((0, -1, 1),), (0,)), b"x" * 96),
+        (protocol.Put(((0, 0, 1),), (0,)), b"x" * 95),
+        (protocol.Put(((0, 0, 2),), (0, 0)), b"x" * 96),
+        (protocol.Put(((0, 0, 0),), ()), b"x" * 96),
+        (protocol.Put(((1, 0, 1),), (0,)), b"x" * 96),
     ]
     for message, payload in wrong:
         peer = await meet(node)
@@ -216,7 +216,9 @@ async def test_bad_puts_store_nothing(node: Node) -> None:
     for layer, size in enumerate(SIZES):
         for block in range(2):
             chunk = bytes([block]) * size
-            assert await peer.answer() == protocol.Layer(layer, block, (checksum(memoryview(chunk)),))
+            assert await peer.answer() == protocol.Layers(
+                ((layer, block, 1),), (checksum(memoryview(chunk)),)
+            )
             assert await peer.answer() == chunk
     assert await peer.answer() == protocol.Fetched(2)
 
@@ -336,7 +338,7 @@ FETCHING = lambda liar: (protocol.Fetching(4), b"")  # noqa: E731
 def layer(number: int, first: int, count: int, *, extra: int = 0) -> Any:
     def make(liar: Liar) -> tuple[protocol.Message, bytes]:
         crc = checksum(memoryview(bytes(liar.size)))
-        return protocol.Layer(number, first, (crc,) * count), bytes(liar.size * count + extra)
+        return protocol.Layers(((number, first, count),), (crc,) * count), bytes(liar.size * count + extra)
 
     return make
 
