@@ -23,7 +23,7 @@ from fabrics.framing import (
 )
 from fabrics.outbox import Flight, Outbox
 
-CHUNK = 256 << 10  # bytes moved per step: what was just copied is still in L2 when ``landed`` sums it
+CHUNK = 512 << 10  # bytes moved per step: what was just copied is still in L2 when ``landed`` sums it
 BUDGET = 2 << 20  # bytes moved per callback, so that one channel does not hold up the others
 _LINGER = 1.0  # seconds to wait for the peer's own end after our goodbye is on its way
 _STALL_TICKS = 4  # the stall limit is looked at this many times

@@ -18,7 +18,7 @@ _BACKLOG = 1024
 _ACCEPTS = 16  # connections taken per callback, so that a flood of them does not hold up the loop
 _ACCEPT_PAUSE = 0.5  # seconds without accepting after the process ran out of descriptors
 _PORT_TRIES = 8  # "any port" must be free in every family of a name
-_LOCAL_SEND_BUFFER = 256 << 10  # see _tune
+_LOCAL_SEND_BUFFER = 384 << 10  # see _tune
 _KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))  # an idle peer that vanished
 
 
