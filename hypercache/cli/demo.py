@@ -154,7 +154,7 @@ def _print(outcome: dict[str, Any]) -> None:
         )
     console.print(table)
     console.print(
-        "TTFT: prompt to first token. hit: tokens from the cache. MB: moved. same: greedy tokens before\n"
+        "TTFT: prompt to first token. hit: tokens from the cache. MB: moved. same: greedy tokens before "
         "the first that differs. cosine, KL: next-token logits against cold prefill. *: default codec.",
         style="dim",
     )

@@ -34,7 +34,7 @@ def arrays(model: ModelSpec, tokens: int) -> list[list[np.ndarray]]:
 
 @pytest.mark.parametrize("dtype", list(KVDtype)[:3])
 def test_allocation_is_one_block_of_disjoint_aligned_arrays(dtype: KVDtype) -> None:
-    model = spec(layers=3, heads=3, k=5, v=7, dtype=dtype)
+    model = spec(layers=3, heads=3, k=9, v=7, dtype=dtype)
     kv = KVBuffers.allocate(model, 17)
     spans = []
     for i in range(3):
