@@ -50,7 +50,9 @@ class Case:
 
 CASES = (
     Case("2 MiB block, one at a time", 1, 2 << 20, 1),
+    Case("2 MiB blocks, 8 a call", 1, 2 << 20, 8),
     Case("2 MiB block of 32 layers, one at a time", 32, 64 << 10, 1),
+    Case("2 MiB blocks of 32 layers, 8 a call", 32, 64 << 10, 8),
     Case("64 KiB chunks, 32 a call", 1, 64 << 10, 32, raw_size=64 << 10),
     Case("2 MiB block, 4 clients", 1, 2 << 20, 1, clients=4),
     Case("64 KiB chunks, 32 a call, 4 clients", 1, 64 << 10, 32, clients=4, raw_size=64 << 10),

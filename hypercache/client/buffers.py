@@ -76,13 +76,11 @@ class ChunkPort(Protocol):
         """The encoded chunks of ``runs``, nothing to keep; None: no buffer is free, ``wake`` tells when."""
 
 
-def cut(views: Sequence[memoryview], sizes: Sequence[int]) -> list[memoryview]:
-    """Each view in pieces of its size."""
-    return [
-        view[at : at + size]
-        for view, size in zip(views, sizes, strict=True)
-        for at in range(0, len(view), size)
-    ]
+def cut(view: memoryview, size: int) -> list[memoryview]:
+    """A flat view in pieces of ``size`` bytes."""
+    if len(view) == size:
+        return [view]
+    return [view[at : at + size] for at in range(0, len(view), size)]
 
 
 class ChunkBuffers:
@@ -105,11 +103,12 @@ class ChunkBuffers:
                 raise SpecError(
                     f"ChunkBuffers layer {index} has {layer.shape[0]} blocks, layer 0 {layers[0].shape[0]}"
                 )
-        self._layers = layers
+        self._layers = [as_bytes(layer) for layer in layers]
+        self._sizes = [int(layer.shape[1]) for layer in layers]
         self.blocks = int(layers[0].shape[0])
 
     def check(self, chunk_nbytes: Sequence[int]) -> None:
-        have = [int(layer.shape[1]) for layer in self._layers]
+        have = self._sizes
         if have != list(chunk_nbytes):
             raise SpecError(
                 f"ChunkBuffers hold {len(have)} layers of {have[0]}.. bytes a chunk, "
@@ -117,9 +116,13 @@ class ChunkBuffers:
             )
 
     def landing(self, runs: Runs) -> Landing:
-        layers = self._layers
-        views = [as_bytes(layers[layer][first : first + count]) for layer, first, count in runs]
-        chunks = cut(views, [layers[layer].shape[1] for layer, _, _ in runs])
+        views: list[memoryview] = []
+        chunks: list[memoryview] = []
+        for layer, first, count in runs:
+            size = self._sizes[layer]
+            view = self._layers[layer][first * size : (first + count) * size]
+            views.append(view)
+            chunks += cut(view, size)
         return Landing(views, chunks, _keep_nothing, _nothing)
 
     def lend(self, runs: Runs, wake: Callable[[], None]) -> Landing | None:
@@ -185,8 +188,12 @@ class CodecPort:
         keep: Callable[[int, int], None],
         done: Callable[[], None],
     ) -> Landing:
-        chunks = cut([as_bytes(run) for run in rows], [run.shape[1] for run in rows])
-        whole = as_bytes(buffer[: sum([run.size for run in rows])])
+        whole = as_bytes(buffer)[: sum([run.size for run in rows])]
+        chunks: list[memoryview] = []
+        at = 0
+        for run in rows:
+            chunks += cut(whole[at : at + run.size], run.shape[1])
+            at += run.size
         return Landing([whole], chunks, keep, done)
 
     def _rows(self, buffer: Bytes, runs: Runs) -> list[Bytes]:

@@ -74,6 +74,8 @@ class _FrameSink(Sink):
 
     def _bad_in(self, index: int) -> int | None:
         """Offset of the first chunk of a run that does not match its checksum."""
+        if not self._verifier.bad:
+            return None
         begin = sum([count for _, _, count in self._runs[:index]])
         count = self._runs[index][2]
         return next((bad - begin for bad in self._verifier.bad if begin <= bad < begin + count), None)
