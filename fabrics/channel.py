@@ -118,6 +118,10 @@ class Inbound:
         self.advance(count)
         return count
 
+    def forget(self) -> None:
+        """The channel is closed and everybody knows."""
+        del self._channel, self.handler
+
     def drop(self, request_id: int | None) -> None:
         """Write no more to the sink, if it is this request's (None: whosever it is)."""
         frame, sink = self._frame, self._sink
@@ -137,6 +141,10 @@ class Inbound:
             sink.closed(True)
         if not self.over:
             self.handler.on_payload(self._channel, frame, sink)
+
+
+def _refuse(frame: Outgoing) -> Flight:
+    raise ChannelClosed("the channel is closed")
 
 
 class FrameChannel(Channel):
@@ -343,6 +351,11 @@ class FrameChannel(Channel):
             self._report(failure)
         if not self._gone.done():
             self._gone.set_result(None)
+        # Nobody is called any more. Undo the references that lead back here, so that the memory goes now and
+        # not when a garbage collector comes by: a server may run with its collector off.
+        self._inbound.forget()
+        self._outbox = Outbox(_refuse)
+        self._error = None
 
     def _guarded(self, callback: Callable[..., None], *args: object) -> None:
         """Call a user's callback whose failure must not keep others from being called."""

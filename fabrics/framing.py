@@ -12,7 +12,7 @@ offset bytes field
 8      8     request id
 16     4     body length
 20     8     payload length
-28     4     CRC32C (RFC 3720) of bytes 0..27 and the body
+28     4     CRC-32 (IEEE 802.3, as in zlib) of bytes 0..27 and the body
 ====== ===== ==============================================================
 
 CANCEL (0xF0) has no body: the sender gave up the request. GOODBYE (0xF1) is the last frame of its sender;
@@ -26,7 +26,7 @@ import enum
 import struct
 from dataclasses import dataclass
 
-from crc32c import crc32c
+from isal.isal_zlib import crc32
 
 from fabrics.base import Frame, Limits
 from fabrics.errors import (
@@ -69,7 +69,7 @@ def encode_head(
         raise ValueError(
             f"frame type {type_}, flags {flags}, request id {request_id} do not fit u8, u16, u64: {error}"
         ) from None
-    return fields + _CRC.pack(crc32c(body, crc32c(fields)))
+    return fields + _CRC.pack(crc32(body, crc32(fields)))
 
 
 def check_lengths(type_: int, body_nbytes: int, payload_nbytes: int, limits: Limits, whose: str) -> None:
@@ -224,9 +224,9 @@ class Decoder:
         view = buffer[start + HEADER_NBYTES : start + need]
         if version != VERSION:
             raise self._mismatch(Goodbye.parse(view).text)
-        if crc32c(view, crc32c(buffer[start : start + _SUMMED])) != total:
+        if crc32(view, crc32(buffer[start : start + _SUMMED])) != total:
             raise FrameChecksum(
-                f"{self._peer}: header or body of a frame (type {type_}) do not match their CRC32C; "
+                f"{self._peer}: header or body of a frame (type {type_}) do not match their CRC-32; "
                 "the stream is damaged, connect again"
             )
         self._start = start + need

@@ -1,17 +1,21 @@
-"""End-to-end checksums of layer chunks: CRC-32C (RFC 3720), made at ``store``, checked by the user."""
+"""End-to-end checksums of layer chunks, made at ``store`` and checked by whoever uses the bytes.
+
+CRC-32 (IEEE 802.3, the one of zlib) by carry-less multiplication, through ISA-L: about twice as fast here as
+CRC-32C with the CPU's crc32 instruction, and any zlib can check it.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
-from crc32c import crc32c as _crc32c
+from isal.isal_zlib import crc32
 
 _STEP = 128 << 10  # fewer bytes are not worth a call while more are on their way
 
 
 def checksum(data: memoryview) -> int:
-    """CRC-32C of contiguous bytes, 0..2**32-1."""
-    return int(_crc32c(data))
+    """CRC-32 of contiguous bytes, 0..2**32-1."""
+    return crc32(data)
 
 
 class Verifier:
@@ -38,11 +42,11 @@ class Verifier:
             have = total - self._start
             if have < chunk.nbytes:
                 if have - self._offset >= _STEP:
-                    self._crc = _crc32c(chunk[self._offset : have], self._crc)
+                    self._crc = crc32(chunk[self._offset : have], self._crc)
                     self._offset = have
                 return
             rest = chunk[self._offset :] if self._offset else chunk
-            if _crc32c(rest, self._crc) != self._crcs[self._index]:
+            if crc32(rest, self._crc) != self._crcs[self._index]:
                 self.bad.append(self._index)
             self._index += 1
             self._start += chunk.nbytes

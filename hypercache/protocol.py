@@ -35,7 +35,7 @@ from hypercache.errors import ProtocolError
 
 VERSION = 1
 DIGEST_BYTES = 16
-CHECKSUM = "crc32c"  # RFC 3720, Castagnoli; named in the handshake so that another can follow
+CHECKSUM = "crc32"  # see hypercache.checksum; named in the handshake so that another can follow
 CODECS = ("raw", "fp8", "int8", "int4", "int4-plain")
 
 MAX_BLOCKS = 1 << 17  # a request: 2 million tokens at 16 a block, 2 MiB of digests

@@ -1,6 +1,6 @@
 """How fast blocks go into and out of a real ``hypercache-serve`` over TCP, against a raw socket, in one run.
 
-Codec ``raw``, caller-owned memory on both sides, every chunk verified against its stored CRC-32C inside the
+Codec ``raw``, caller-owned memory on both sides, every chunk verified against its stored CRC-32 inside the
 timed region, stores acknowledged. The raw transfer (``sendall`` to ``recv_into``, two processes, no framing,
 no sum) moves the same bytes one way, in turn with ours; a row gives medians over the rounds.
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import json
 import statistics
 import subprocess
@@ -150,12 +151,15 @@ async def measure(
         )
         workers.append(Worker(client, case, calls, seed))
     raw = RawClient(raw_port, arena, case.clients)
+    gc.collect()
+    gc.freeze()  # as engines do once they have started
     rates: dict[str, list[tuple[float, float]]] = {"put": [], "get": []}
     for turn in range(args.rounds + 1):
         for op, kind in (("put", PUT), ("get", GET)):
             ours = nbytes / await timed([getattr(worker, op) for worker in workers]) / 1e9
             began = time.perf_counter()
-            raw.transfer(kind, case.raw_size, nbytes // case.clients // case.raw_size)
+            count = nbytes // case.clients // case.raw_size
+            raw.transfer(kind, case.raw_size, count, count)  # as ours: each payload in a place of its own
             theirs = nbytes / (time.perf_counter() - began) / 1e9
             if turn:  # the first one warms up
                 rates[op].append((ours, theirs))

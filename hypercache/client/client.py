@@ -27,7 +27,9 @@ from hypercache.model import ModelSpec
 DEFAULT_URI = "tcp://127.0.0.1:7440"
 DEFAULT_CODEC = "int8"
 DEADLINE_S = 5.0
-FRAME_BYTES = 1 << 20
+FRAME_BYTES = (
+    256 << 10
+)  # of payload: large enough to be cheap, small enough to interleave and to checksum in cache
 
 Tokens = Any  # any integer sequence or array that keys.canonical_tokens takes
 Buffers = KVBuffers | ChunkBuffers

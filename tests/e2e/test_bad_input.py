@@ -62,7 +62,7 @@ class Peer:
         return await asyncio.wait_for(asyncio.shield(self.lost), 5)
 
 
-HELLO = protocol.Hello(1, 1, "by hand", HASH_VERSION, ("crc32c",), "public", TenantKey.public().tenant_id)
+HELLO = protocol.Hello(1, 1, "by hand", HASH_VERSION, ("crc32",), "public", TenantKey.public().tenant_id)
 OPEN = protocol.Open(b"n" * 32, 16, "raw", SIZES, "by hand")
 
 
@@ -298,9 +298,7 @@ class Liar:
     def on_frame(self, channel: Channel, frame: Frame) -> Sink | None:
         message = protocol.decode(frame.type, bytes(frame.body))
         if isinstance(message, protocol.Hello):
-            answer: protocol.Message = protocol.HelloOk(
-                1, "liar", "crc32c", protocol.CODECS, 1 << 17, 1 << 28
-            )
+            answer: protocol.Message = protocol.HelloOk(1, "liar", "crc32", protocol.CODECS, 1 << 17, 1 << 28)
         elif isinstance(message, protocol.Open):
             self.size = message.chunk_nbytes[0]
             answer = protocol.Opened(0, 9, ())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import random
 import socket
 import struct
@@ -11,6 +12,7 @@ import subprocess
 import sys
 import time
 import tracemalloc
+import weakref
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -475,3 +477,52 @@ asyncio.run(main())
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, timeout=30, check=False)
     assert done.returncode == 0
     assert done.stderr == b""
+
+
+async def test_a_closed_channel_needs_no_garbage_collector():
+    """A server may run with its collector off: what a connection took must go with it."""
+
+    class Quiet:
+        def on_frame(self, channel, frame): ...
+        def on_payload(self, channel, frame, sink): ...
+        def on_cancel(self, channel, request_id): ...
+        def on_lost(self, channel, error): ...
+
+    class Keeper(Quiet):
+        def __init__(self, channel):
+            self.channel = channel
+
+    seen = []
+
+    def accept(channel):
+        seen.append(weakref.ref(channel))
+        return Keeper(channel)
+
+    fabric = fabric_for("tcp://")
+    listener = await fabric.listen("tcp://127.0.0.1:0", accept)
+    gc.collect()
+    gc.disable()
+    try:
+        for how in ("close", "abort", "garbage", "vanish"):
+            if how in ("garbage", "vanish"):
+                host, port = listener.uris[0].removeprefix("tcp://").split(":")
+                _, writer = await asyncio.open_connection(host, int(port))
+                if how == "garbage":
+                    writer.write(b"GET / HTTP/1.1\r\n\r\n" * 4)
+                    await writer.drain()
+                await asyncio.sleep(0.05)
+                writer.close()
+                await writer.wait_closed()
+                continue
+            channel = await fabric.connect(listener.uris[0], Quiet(), timeout=5)
+            seen.append(weakref.ref(channel))
+            channel.send(Outgoing(1, 1, b"hello"))
+            await asyncio.sleep(0.05)
+            await channel.close() if how == "close" else channel.abort()
+            del channel
+        await asyncio.sleep(0.2)
+        assert len(seen) == 6
+        assert [ref() for ref in seen] == [None] * 6
+    finally:
+        gc.enable()
+        await listener.close()
