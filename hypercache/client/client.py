@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from hypercache import codecs, protocol
 from hypercache.client.buffers import ChunkBuffers, ChunkPort, CodecPort, Coder
+from hypercache.client.handles import Saving, Transfer
 from hypercache.client.link import AGENT, Link
 from hypercache.client.operations import FetchOperation, StoreOperation
 from hypercache.client.results import FetchResult, Match, Prompt, StoreResult
@@ -84,126 +85,6 @@ async def connect(
     )
     await client._start()
     return client
-
-
-class Transfer:
-    """A fetch that runs: wait for one layer, or for the end. Made by :meth:`Client.start_fetch`."""
-
-    def __init__(self, start: int, layers: range) -> None:
-        self._start = start
-        self._layers = layers
-        self._operation: FetchOperation | None = None
-        self._result: FetchResult | None = None
-        self._waiters: list[tuple[int, asyncio.Future[bool]]] = []
-        self._stop: Callable[[], None] = _nothing
-        self._good: Callable[[], int] = int
-        self.on_layer: Callable[[int], None] | None = None
-
-    @property
-    def tokens(self) -> int:
-        """End of the tokens that are good in every layer in place so far. Falls when a block is lost, so an
-        engine that runs ahead can stop as soon as it built on tokens that did not come."""
-        return self._good() if self._result is None else self._result.hit_tokens
-
-    async def layer(self, index: int) -> bool:
-        """True when layer ``index`` is in place for all blocks still good, False when it never will be.
-
-        What is in place may be fewer tokens than asked for: only the result says how many may be used.
-        """
-        if index not in self._layers:
-            raise SpecError(
-                f"layer {index} is not among the layers {self._layers.start}..{self._layers.stop - 1}"
-            )
-        if self._operation is not None and self._operation.layers_done > index and not self._failed:
-            return True
-        if self._result is not None:
-            return self._result.hit_tokens > self._start
-        future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-        self._waiters.append((index, future))
-        return await future
-
-    def __await__(self) -> Generator[Any, None, FetchResult]:
-        return self.result().__await__()
-
-    async def result(self) -> FetchResult:
-        """The outcome. Cancelling this wait cancels the fetch."""
-        try:
-            while self._result is None:
-                future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
-                self._waiters.append((self._layers.stop, future))
-                await future
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-        return self._result
-
-    def cancel(self) -> None:
-        """Stop; nothing is written to the buffers after this returns. Harmless when it has ended."""
-        self._stop()
-
-    @property
-    def _failed(self) -> bool:
-        return self._result is not None and self._result.hit_tokens <= self._start
-
-    def _layer_done(self, index: int) -> None:
-        if self.on_layer is not None:
-            self.on_layer(index)
-        still = []
-        for layer, future in self._waiters:
-            if layer <= index and not future.done():
-                future.set_result(True)
-            else:
-                still.append((layer, future))
-        self._waiters = still
-
-    def _finish(self, result: FetchResult) -> None:
-        self._result = result
-        self._stop = _nothing
-        waiters, self._waiters = self._waiters, []
-        for _, future in waiters:
-            if not future.done():
-                future.set_result(not self._failed)
-
-
-class Saving:
-    """A store that runs, layer by layer as the engine computes. Made by :meth:`Client.start_store`."""
-
-    def __init__(self) -> None:
-        self._result: StoreResult | None = None
-        self._operation: StoreOperation | None = None
-        self._waiters: list[asyncio.Future[None]] = []
-        self._stop: Callable[[str], None] = _ignore
-
-    def layer_ready(self, index: int) -> None:
-        """Layers up to and with ``index`` stand in the buffers and change no more until the store ends."""
-        if self._operation is not None:
-            self._operation.layer_ready(index)
-
-    def __await__(self) -> Generator[Any, None, StoreResult]:
-        return self.result().__await__()
-
-    async def result(self) -> StoreResult:
-        try:
-            while self._result is None:
-                future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._waiters.append(future)
-                await future
-        except asyncio.CancelledError:
-            self.cancel()
-            raise
-        return self._result
-
-    def cancel(self) -> None:
-        """Give up; nothing of it becomes visible, the buffers are not read after this returns."""
-        self._stop("cancelled")
-
-    def _finish(self, result: StoreResult) -> None:
-        self._result = result
-        self._stop = _ignore
-        waiters, self._waiters = self._waiters, []
-        for future in waiters:
-            if not future.done():
-                future.set_result(None)
 
 
 class Client:
@@ -537,12 +418,3 @@ def _refusal(answer: protocol.Message) -> str:
     return f"{answer.code}: {answer.message}" if isinstance(answer, protocol.Error) else "unexpected answer"
 
 
-def _nothing() -> None:
-    return None
-
-
-def _ignore(reason: str) -> None:
-    return None
-
-
-__all__ = ["Client", "Saving", "Transfer", "connect", "tenant_from_environment"]
