@@ -1,7 +1,8 @@
 """The client: what an engine embeds."""
 
 from hypercache.client.buffers import ChunkBuffers
-from hypercache.client.client import Client, Saving, Transfer, connect
+from hypercache.client.client import Client, connect
+from hypercache.client.handles import Saving, Transfer
 from hypercache.client.results import FetchResult, Match, Prompt, StoreResult
 from hypercache.client.sync import SyncClient, connect_sync
 

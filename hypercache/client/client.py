@@ -416,5 +416,3 @@ def _who(spec: ModelSpec) -> str:
 
 def _refusal(answer: protocol.Message) -> str:
     return f"{answer.code}: {answer.message}" if isinstance(answer, protocol.Error) else "unexpected answer"
-
-

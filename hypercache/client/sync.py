@@ -11,7 +11,8 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from hypercache.client.client import Buffers, Client, Saving, Tokens, Transfer, connect
+from hypercache.client.client import Buffers, Client, Tokens, connect
+from hypercache.client.handles import Saving, Transfer
 from hypercache.client.results import FetchResult, Match, Prompt, StoreResult
 from hypercache.errors import HyperCacheError
 from hypercache.keys import MediaSpan
