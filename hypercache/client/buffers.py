@@ -70,6 +70,9 @@ class ChunkPort(Protocol):
 
     blocks: int
 
+    def check_writable(self) -> None:
+        """Raises SpecError that names the layer whose memory cannot be written."""
+
     def landing(self, runs: Runs) -> Landing: ...
 
     def lend(self, runs: Runs, wake: Callable[[], None]) -> Landing | None:
@@ -114,6 +117,11 @@ class ChunkBuffers:
                 f"ChunkBuffers hold {len(have)} layers of {have[0]}.. bytes a chunk, "
                 f"the namespace {len(chunk_nbytes)} of {chunk_nbytes[0]}.."
             )
+
+    def check_writable(self) -> None:
+        for index, layer in enumerate(self._layers):
+            if layer.readonly:
+                raise SpecError(f"ChunkBuffers layer {index} is read-only; fetch into a writable array")
 
     def landing(self, runs: Runs) -> Landing:
         views: list[memoryview] = []
@@ -161,6 +169,11 @@ class CodecPort:
         self._first_block = start // coder.block_size
         self.blocks = kv.tokens // coder.block_size - self._first_block
 
+    def check_writable(self) -> None:
+        for layer in range(len(self._coder.layouts)):
+            if not all(part.flags.writeable for part in self._kv.layer(layer)):
+                raise SpecError(f"the K/V buffers of layer {layer} are read-only; fetch into writable arrays")
+
     def landing(self, runs: Runs) -> Landing:
         buffer = self._coder.incoming.take_now()
         rows = self._rows(buffer, runs)
@@ -177,8 +190,12 @@ class CodecPort:
         if buffer is None:
             return None
         rows = self._rows(buffer, runs)
-        for (layer, first, count), into in zip(runs, rows, strict=True):
-            self._coder.codec.encode(self._coder.layouts[layer], self._parts(layer, first, count), into)
+        try:
+            for (layer, first, count), into in zip(runs, rows, strict=True):
+                self._coder.codec.encode(self._coder.layouts[layer], self._parts(layer, first, count), into)
+        except BaseException:
+            self._coder.outgoing.give(buffer)
+            raise
         return self._landing(buffer, rows, _keep_nothing, lambda: self._coder.outgoing.give(buffer))
 
     def _landing(

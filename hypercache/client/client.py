@@ -211,6 +211,7 @@ class Client:
         transfer.on_layer = on_layer
         first = start // self.block_size
         port = self._port(into, start)
+        port.check_writable()
         usable = prompt.hit_blocks if isinstance(prompt, Match) else hashed.usable_blocks
         asked = min(usable - first, port.blocks, protocol.MAX_BLOCKS)
         if asked <= 0:
@@ -293,7 +294,15 @@ class Client:
             saving._finish(StoreResult(offered, outcome, operation.wire_bytes, operation.reason))
 
         ready = self.model.num_layers if ready_layers is None else ready_layers
-        operation = StoreOperation(port, self.chunk_nbytes, offered, ready, FRAME_BYTES, ended)
+        operation = StoreOperation(
+            port,
+            self.chunk_nbytes,
+            offered,
+            ready,
+            FRAME_BYTES,
+            ended,
+            lambda why: self._give_up(operation, why),
+        )
         saving._operation = operation
         saving._stop = lambda why: self._give_up(operation, why)
         timer = asyncio.get_running_loop().call_later(budget, lambda: self._give_up(operation, "deadline"))

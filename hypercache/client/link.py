@@ -208,7 +208,7 @@ class Link:
             operation.end(f"{message.code}: {message.message}")
             return None
         sink = operation.on_message(channel, frame, message)
-        if isinstance(operation, Call):
+        if operation.ended:
             self._operations.pop(frame.request_id, None)
         return sink
 

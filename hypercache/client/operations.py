@@ -14,13 +14,14 @@ from fabrics import Channel, Frame, Outgoing, Sink
 from hypercache import protocol
 from hypercache.checksum import Verifier, checksum
 from hypercache.client.buffers import ChunkPort, Landing
-from hypercache.errors import CodecError, ProtocolError
+from hypercache.errors import CodecError, HyperCacheError, ProtocolError
 
 
 class Operation:
     """Base: a request that waits for answers."""
 
     request_id: int
+    ended = False
 
     def on_message(self, channel: Channel, frame: Frame, message: protocol.Message) -> Sink | None:
         raise ProtocolError(f"unexpected {type(message).__name__}")
@@ -36,10 +37,12 @@ class Call(Operation):
         self.future = future
 
     def on_message(self, channel: Channel, frame: Frame, message: protocol.Message) -> None:
+        self.ended = True
         if not self.future.done():
             self.future.set_result(message)
 
     def end(self, reason: str) -> None:
+        self.ended = True
         if not self.future.done():
             self.future.set_result(reason)
 
@@ -101,7 +104,6 @@ class FetchOperation(Operation):
         self.good = 0
         self.wire_bytes = 0
         self.reason = ""
-        self.ended = False
         self.layers_done = layers.start  # every layer below it is in place
         self._port = port
         self.chunk_nbytes = chunk_nbytes
@@ -187,15 +189,16 @@ class StoreOperation(Operation):
         ready_layers: int,
         frame_bytes: int,
         on_end: Callable[[], None],
+        abandon: Callable[[str], None],
     ) -> None:
         self.outcome: dict[str, int] = {}
         self.wire_bytes = 0
         self.reason = ""
-        self.ended = False
         self._port = port
         self._chunk_nbytes = chunk_nbytes
         self._ready = ready_layers
         self._frame_bytes = frame_bytes
+        self._abandon = abandon
         self._on_end = on_end
         self._channel: Channel | None = None
         self._wanted: Sequence[tuple[int, int]] = ((0, blocks),)
@@ -219,7 +222,11 @@ class StoreOperation(Operation):
         runs = protocol.plan_frame(self._ahead(), self._chunk_nbytes, self._frame_bytes)
         if not runs:
             return None
-        lent = self._port.lend(runs, self._wake)
+        try:
+            lent = self._port.lend(runs, self._wake)
+        except HyperCacheError as error:
+            self._abandon(f"cannot be encoded: {error}")
+            return None
         if lent is None:
             return None
         crcs = tuple([checksum(chunk) for chunk in lent.chunks])

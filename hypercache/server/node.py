@@ -16,7 +16,8 @@ from hypercache.server.admin import AdminServer
 from hypercache.server.config import ServerConfig
 from hypercache.server.metrics import Metrics
 from hypercache.server.session import AGENT, Context, Session
-from hypercache.store import BlockStore
+from hypercache.store import BlockStore, MemoryUnavailable
+from hypercache.store.arena import MIN_CAPACITY
 
 HANDSHAKE_S = 5.0  # a connection that has not said HELLO by then is closed
 SWEEP_S = 0.1
@@ -33,11 +34,7 @@ class Node:
         self._log = log
         self._started = time.time()
         buffers = min(int(config.memory * BUFFERS_SHARE), BUFFERS_MOST)
-        self._store = BlockStore(
-            config.memory - buffers,
-            lease_limit_s=config.lease_limit_s,
-            store_stall_s=config.store_stall_s,
-        )
+        self._store = self._open_store(config.memory - buffers)
         self._context = Context(
             store=self._store,
             metrics=self.metrics,
@@ -58,6 +55,18 @@ class Node:
             self._admin = AdminServer(
                 config.admin, status=self.status, ready=lambda: self._ready, registry=self.metrics.registry
             )
+
+    def _open_store(self, capacity: int) -> BlockStore:
+        """A store of ``capacity`` bytes, or of as much as the system gives: a small cache beats none."""
+        lease_s, stall_s = self.config.lease_limit_s, self.config.store_stall_s
+        while True:
+            try:
+                return BlockStore(capacity, lease_limit_s=lease_s, store_stall_s=stall_s)
+            except MemoryUnavailable as error:
+                if capacity // 2 < MIN_CAPACITY:
+                    raise
+                capacity //= 2
+                self._log.error("less memory than asked for", reason=str(error), now_trying=capacity)
 
     @property
     def uris(self) -> tuple[str, ...]:

@@ -528,3 +528,22 @@ async def test_corruption_on_the_wire_and_in_memory_is_a_miss() -> None:
 
 def test_protocol_error_is_not_a_miss() -> None:
     assert issubclass(ProtocolError, HyperCacheError) and not issubclass(Unavailable, ProtocolError)
+
+
+async def test_too_little_memory_makes_a_smaller_cache(monkeypatch: pytest.MonkeyPatch) -> None:
+    """I06: the system gives less than was asked for: said, and served on with what there is."""
+    import mmap
+
+    real = mmap.mmap
+
+    def scarce(fileno: int, length: int, *more: Any, **options: Any) -> mmap.mmap:
+        if length > 20 << 20:
+            raise OSError(12, "Cannot allocate memory")
+        return real(fileno, length, *more, **options)
+
+    monkeypatch.setattr("hypercache.store.arena.mmap.mmap", scarce)
+    async with running_node(memory=128 << 20) as node, client_of(node.uris[0]) as client:
+        assert 0 < node.status()["store"]["capacity"] <= 20 << 20
+        tokens = tokens_of(91, 65)
+        assert (await client.store(tokens, fill(KVBuffers.allocate(SPEC, 65), 1))).stored == 4
+        assert (await client.match(tokens)).hit_blocks == 4

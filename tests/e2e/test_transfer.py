@@ -261,3 +261,77 @@ async def test_many_transfers_at_once_keep_their_bytes_apart(connect: Connect) -
     await asyncio.gather(*(one(clients[(i + r) % 4], i) for r in range(3) for i in range(16)))
     for i in range(16):
         assert (await clients[0].match(prompts[i])).hit_blocks == 5
+
+
+async def test_read_only_destinations_are_refused(connect: Connect) -> None:
+    client = await connect()
+    tokens = tokens_of(20, 65)
+    kv = fill(KVBuffers.allocate(client.model, 65), 1)
+    assert (await client.store(tokens, kv)).stored == 4
+    for layer in range(4):
+        for part in kv.layer(layer):
+            part.flags.writeable = False
+    assert (await client.store(tokens, kv)).outcome == {"exists": 4}  # reading is fine
+    with pytest.raises(SpecError, match="layer 0 are read-only"):
+        await client.fetch(tokens, kv)
+    rows = [np.zeros((4, size), np.uint8) for size in client.chunk_nbytes]
+    rows[2].flags.writeable = False
+    with pytest.raises(SpecError, match="layer 2 is read-only"):
+        await client.fetch(tokens, ChunkBuffers(rows))
+
+
+async def test_what_no_encoder_wrote_is_a_miss(connect: Connect) -> None:
+    """J09, E07: a bad scale behind a right checksum ends the hit before its block."""
+    spec = make_spec(layers=3)
+    client = await connect(spec, codec="int8")
+    good = tokens_of(21, 81)
+    kv = fill(KVBuffers.allocate(spec, 81), 1)
+    await client.store(good, kv)
+    rows = [np.zeros((5, size), np.uint8) for size in client.chunk_nbytes]
+    assert (await client.fetch(good, ChunkBuffers(rows))).hit_tokens == 80
+    rows[1][3, :2] = (0x00, 0x7E)  # the first scale of block 3: NaN
+    bad = tokens_of(22, 81)
+    assert (await client.store(bad, ChunkBuffers(rows))).stored == 5
+    into = poisoned(spec, 81)
+    result = await client.fetch(bad, into)
+    assert result.hit_tokens == 0 and "cannot be decoded" in result.reason and "scale nan" in result.reason
+    assert (await client.match(good)).hit_blocks == 5
+
+
+async def test_an_encoder_that_fails_ends_its_store_and_no_other(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """J11: the store says why, the channel and its other requests live on."""
+    client = await connect(make_spec(layers=6))
+    a, b = tokens_of(23, 65), tokens_of(24, 65)
+    kv = fill(KVBuffers.allocate(client.model, 65), 1)
+    other = client.start_store(b, kv, ready_layers=3)
+    await asyncio.sleep(0.02)
+    with monkeypatch.context() as patch:
+
+        def fail(*args: object) -> None:
+            raise SpecError("no")
+
+        patch.setattr(client._coder.codec, "encode", fail)
+        result = await client.store(a, kv)
+    assert (result.outcome, result.reason) == ({"aborted": 4}, "cannot be encoded: no")
+    other.layer_ready(5)
+    assert (await other).stored == 4
+    assert not any(await client.contains(a))
+    assert client._coder.outgoing._out == 0
+
+
+async def test_nothing_is_remembered_of_what_ended(connect: Connect) -> None:
+    client = await connect()
+    tokens = tokens_of(25, 65)
+    kv = fill(KVBuffers.allocate(client.model, 65), 1)
+    for _ in range(20):
+        await client.store(tokens, kv)
+        await client.match(tokens)
+        await client.fetch(tokens, kv)
+        client.start_fetch(tokens, kv).cancel()
+        client.start_store(tokens, kv).cancel()
+        await client.contains(tokens)
+        await client.evict(tokens)
+    assert client._link._operations == {}
+    assert (client._coder.incoming._out, client._coder.outgoing._out) == (0, 0)
