@@ -8,6 +8,7 @@ the channel lives on; what breaks the protocol closes the channel and is counted
 from __future__ import annotations
 
 import asyncio
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 AGENT = "hypercache-serve/0.1.0"
 MAX_STREAMS = 256  # fetches and stores in flight on one channel
 MAX_HANDLES = 256
+_numbers = itertools.count(1)  # of connections, for the log
 
 
 @dataclass
@@ -73,6 +75,7 @@ class Session:
     ) -> None:
         self.context = context
         self.channel = channel
+        self.log = context.log.bind(connection=next(_numbers), peer=channel.peer)
         self.full = full  # the node has as many connections as it may: say so at HELLO, serve nothing
         self.born = context.clock()
         self.greeted = False
@@ -120,14 +123,14 @@ class Session:
         if store is not None:
             channel.drop_sink(request_id)
             store.cancel()
-            self.context.metrics.store_finished(store.outcome, store.bytes_received)
+            self._store_ended(store)
 
     def on_lost(self, channel: Channel, error: Exception | None) -> None:
         for fetch in list(self._fetches.values()):
             fetch.cancel()
         for store in self._stores.values():
             store.cancel()
-            self.context.metrics.store_finished(store.outcome, store.bytes_received)
+            self._store_ended(store)
         self._stores.clear()
         self.context.store.drop_owner(self)
         if isinstance(error, FrameError):
@@ -305,6 +308,7 @@ class Session:
     def _fetch_finished(self, stream: FetchStream) -> None:
         self._fetches.pop(stream.request_id, None)
         self.context.metrics.fetch_finished(stream.outcome, stream.bytes_sent)
+        self.log.debug("fetch", request=stream.request_id, outcome=stream.outcome, nbytes=stream.bytes_sent)
 
     def _store(self, channel: Channel, request_id: int, message: protocol.Store) -> None:
         namespace, digests = self._request(message.handle, message.digests)
@@ -338,8 +342,14 @@ class Session:
         if stream is None or not stream.done:
             return
         del self._stores[request_id]
-        self.context.metrics.store_finished(stream.outcome, stream.bytes_received)
+        self._store_ended(stream)
         self._answer(self.channel, request_id, protocol.Stored(dict(stream.outcome)))
+
+    def _store_ended(self, stream: StoreStream) -> None:
+        self.context.metrics.store_finished(stream.outcome, stream.bytes_received)
+        self.log.debug(
+            "store", request=stream.request_id, outcome=dict(stream.outcome), nbytes=stream.bytes_received
+        )
 
     # --- helpers
 
@@ -365,7 +375,7 @@ class Session:
 
     def _refuse(self, channel: Channel, request_id: int, code: ErrorCode, message: str) -> None:
         self.context.metrics.refused(code)
-        self.context.log.info("refused", peer=channel.peer, code=str(code), reason=message)
+        self.log.info("refused", request=request_id, code=str(code), reason=message)
         try:
             self._answer(channel, request_id, protocol.Error(str(code), message))
         except ChannelClosed:
@@ -373,7 +383,7 @@ class Session:
 
     def _violation(self, channel: Channel, request_id: int, error: HyperCacheError) -> None:
         self.context.metrics.protocol_error(type(error).__name__)
-        self.context.log.warning("protocol violation, closing", peer=channel.peer, reason=str(error))
+        self.log.warning("protocol violation, closing", request=request_id, reason=str(error))
         try:
             self._answer(channel, request_id, protocol.Error(str(ErrorCode.MALFORMED), str(error)))
         except ChannelClosed:

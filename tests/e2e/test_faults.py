@@ -547,3 +547,75 @@ async def test_too_little_memory_makes_a_smaller_cache(monkeypatch: pytest.Monke
         tokens = tokens_of(91, 65)
         assert (await client.store(tokens, fill(KVBuffers.allocate(SPEC, 65), 1))).stored == 4
         assert (await client.match(tokens)).hit_blocks == 4
+
+
+async def test_fifty_requests_on_a_lost_connection_all_end(server: Server) -> None:
+    """H17: nothing waits for an upper timeout."""
+    async with client_of(server.uri, deadline=30.0) as client:
+        tokens = tokens_of(92, 65)
+        kv = fill(KVBuffers.allocate(SPEC, 65), 1)
+        server.signal(signal.SIGSTOP)
+        waiting: list[Any] = [asyncio.ensure_future(client.match(tokens)) for _ in range(20)]
+        waiting += [asyncio.ensure_future(client.fetch(tokens, poisoned(SPEC, 65))) for _ in range(20)]
+        waiting += [asyncio.ensure_future(client.store(tokens, kv)) for _ in range(10)]
+        await asyncio.sleep(0.05)
+        assert not any(task.done() for task in waiting)
+        server.process.kill()
+        began = time.monotonic()
+        results = await asyncio.gather(*waiting)
+        assert time.monotonic() - began < 10.0  # of a deadline of 30
+        assert all("lost" in result.reason for result in results)
+        assert client._link._operations == {}
+
+
+async def test_without_rdma_everything_else_works() -> None:
+    """H12: no pyverbs and no device is no matter until somebody asks for them."""
+    script = """
+        import sys
+        sys.modules["pyverbs"] = None  # importing it fails
+        import hypercache.client, hypercache.server.node, fabrics
+        assert not [name for name in sys.modules if "verbs" in name and sys.modules[name]]
+        print(fabrics.schemes())
+    """
+    done = await asyncio.to_thread(
+        subprocess.run,
+        [sys.executable, "-c", textwrap.dedent(script)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stderr
+    with pytest.raises(HyperCacheError, match="unknown scheme; known here: loop, tcp"):
+        async with running_node(listen=("roce://127.0.0.1:7440",)):
+            pass
+
+
+async def test_long_replay_does_not_grow() -> None:
+    """I07: a trace of 2,000 requests with shared prefixes, twice: the second pass costs no memory."""
+    spec = make_spec(layers=1, heads=1, dim=4)
+    rng = np.random.default_rng(7)
+    heads = [rng.integers(0, 50_000, 64 * 12) for _ in range(40)]
+    rows = [
+        (int(rng.zipf(1.5)) % 40, int(rng.integers(1, 12)), int(rng.integers(0, 1 << 30)))
+        for _ in range(2000)
+    ]
+    async with (
+        running_node(memory=16 << 20) as node,
+        client_of(node.uris[0], model=spec, block_size=64) as client,
+    ):
+
+        async def play() -> None:
+            for head, shared, seed in rows:
+                tokens = np.concatenate([heads[head][: 64 * shared], tokens_of(seed, 64 * 8)])
+                kv = KVBuffers.allocate(spec, len(tokens))
+                match = await client.match(tokens)
+                await client.fetch(match, kv)
+                await client.store(tokens, kv, start=match.hit_tokens)
+
+        await play()
+        before = _rss()
+        await play()
+        grown = _rss() - before
+        assert grown < 20 << 20, f"{grown >> 20} MiB over 2,000 rows"
+        stats = node.status()["store"]
+        assert stats["evicted_total"] > 0 and stats["leases"] == stats["reservations"] == 0
