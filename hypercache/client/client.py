@@ -281,42 +281,31 @@ class Client:
             raise SpecError(f"start={start} must be a multiple of the block size {self.block_size}")
         first = start // self.block_size
         port = self._port(kv, start)
-        saving = Saving()
-        offered = min(len(hashed.digests) - first, port.blocks, protocol.MAX_BLOCKS)
+        offered = min(len(hashed.digests) - first, port.blocks)
         if offered <= 0:
-            saving._finish(StoreResult(0, {}, 0, "no full block to store"))
-            return saving
+            return Saving.of(StoreResult(0, {}, 0, "no full block to store"))
         budget = self._budget(deadline)
-
-        def ended() -> None:
-            timer.cancel()
-            outcome = operation.outcome or {"aborted": offered}
-            saving._finish(StoreResult(offered, outcome, operation.wire_bytes, operation.reason))
-
         ready = self.model.num_layers if ready_layers is None else ready_layers
-        operation = StoreOperation(
-            port,
-            self.chunk_nbytes,
-            offered,
-            ready,
-            FRAME_BYTES,
-            ended,
-            lambda why: self._give_up(operation, why),
-        )
-        saving._operation = operation
-        saving._stop = lambda why: self._give_up(operation, why)
-        timer = asyncio.get_running_loop().call_later(budget, lambda: self._give_up(operation, "deadline"))
-        message = protocol.Store(
-            self._link.handle,
-            hashed.digests[first - 1] if first else None,
-            protocol.join_digests(hashed.digests[first : first + offered]),
-            max(1, int(budget * 1000)),
-        )
-        request_id = self._link.begin(message, operation)
-        if request_id is None or self._link.channel is None:
-            operation.end(self._link.reason)
-        else:
-            operation.begin(self._link.channel, request_id)
+        # A server reserves all that one request names at once; long prompts take several: others get on.
+        parts = range(0, offered, protocol.MAX_STORE_BLOCKS)
+        saving = Saving(len(parts), self._give_up, budget)
+        for begin in parts:
+            count = min(protocol.MAX_STORE_BLOCKS, offered - begin)
+            at = first + begin
+            message = protocol.Store(
+                self._link.handle,
+                hashed.digests[at - 1] if at else None,
+                protocol.join_digests(hashed.digests[at : at + count]),
+                max(1, int(budget * 1000)),
+            )
+            blocks = range(begin, begin + count)
+            operation = StoreOperation(port, self.chunk_nbytes, blocks, ready, FRAME_BYTES, saving)
+            saving.add(operation)
+            request_id = self._link.begin(message, operation)
+            if request_id is None or self._link.channel is None:
+                operation.end(self._link.reason)
+            else:
+                operation.begin(self._link.channel, request_id)
         return saving
 
     async def store(
@@ -326,16 +315,20 @@ class Client:
         return await self.start_store(prompt, kv, start=start, deadline=deadline)
 
     async def contains(self, prompt: Tokens | Prompt | Match, *, deadline: float | None = None) -> list[bool]:
-        """For each full block, whether it is stored; all False when no server answers. Renews nothing."""
+        """For each full block, whether it is stored; all False when no server answers. Renews nothing.
+
+        Blocks beyond ``protocol.MAX_BLOCKS`` (2 million tokens) are never hits and count as not stored."""
         self._check_process()
         hashed = self._hashed(prompt)
         if not hashed.digests:
             return []
-        question = protocol.Contains(self._link.handle, protocol.join_digests(hashed.digests))
+        asked = hashed.digests[: protocol.MAX_BLOCKS]
+        question = protocol.Contains(self._link.handle, protocol.join_digests(asked))
         answer = await self._ask(question, deadline)
-        if not isinstance(answer, protocol.Contained) or len(answer.present) != len(hashed.digests):
-            return [False] * len(hashed.digests)
-        return [bool(byte) for byte in answer.present]
+        present = answer.present if isinstance(answer, protocol.Contained) else b""
+        if len(present) != len(asked):
+            present = bytes(len(asked))
+        return [bool(byte) for byte in present] + [False] * (len(hashed.digests) - len(asked))
 
     async def evict(self, prompt: Tokens | Prompt | Match, *, deadline: float | None = None) -> int:
         """Remove the prompt's blocks and all that follow them; returns how many went. Raises Unavailable."""
@@ -343,7 +336,8 @@ class Client:
         hashed = self._hashed(prompt)
         if not hashed.digests:
             return 0
-        question = protocol.Evict(self._link.handle, protocol.join_digests(hashed.digests))
+        first = hashed.digests[: protocol.MAX_BLOCKS]  # what follows them goes with them
+        question = protocol.Evict(self._link.handle, protocol.join_digests(first))
         return self._removed(await self._ask(question, deadline)).blocks
 
     async def clear(self, *, deadline: float | None = None) -> int:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -93,21 +94,31 @@ class Transfer:
 class Saving:
     """A store that runs, layer by layer as the engine computes. Made by :meth:`Client.start_store`."""
 
-    def __init__(self) -> None:
+    def __init__(self, parts: int, give_up: Callable[[StoreOperation, str], None], budget: float) -> None:
+        self._parts = parts
+        self._give_up = give_up
+        self._operations: list[StoreOperation] = []
         self._result: StoreResult | None = None
-        self._operation: StoreOperation | None = None
         self._waiters: list[asyncio.Future[None]] = []
-        self._stop: Callable[[str], None] = _ignore
+        self._timer = asyncio.get_running_loop().call_later(budget, self.abandon, "deadline")
+
+    @classmethod
+    def of(cls, result: StoreResult) -> Saving:
+        """A store that has ended before it began."""
+        saving = cls(0, _ignore, 0)
+        saving._finish(result)
+        return saving
 
     def layer_ready(self, index: int) -> None:
         """Layers up to and with ``index`` stand in the buffers and change no more until the store ends."""
-        if self._operation is not None:
-            self._operation.layer_ready(index)
+        for operation in self._operations:
+            operation.layer_ready(index)
 
     def __await__(self) -> Generator[Any, None, StoreResult]:
         return self.result().__await__()
 
     async def result(self) -> StoreResult:
+        """The outcome. Cancelling this wait cancels the store."""
         try:
             while self._result is None:
                 future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -119,12 +130,35 @@ class Saving:
         return self._result
 
     def cancel(self) -> None:
-        """Give up; nothing of it becomes visible, the buffers are not read after this returns."""
-        self._stop("cancelled")
+        """Give up; what is not complete is not stored, and the buffers are not read after this returns."""
+        self.abandon("cancelled")
+
+    # --- for operations and the client
+
+    def add(self, operation: StoreOperation) -> None:
+        self._operations.append(operation)
+
+    def abandon(self, reason: str) -> None:
+        """End all parts that still run."""
+        if self._result is None:
+            for operation in self._operations:
+                self._give_up(operation, reason)
+
+    def part_ended(self) -> None:
+        done = self._operations
+        if len(done) < self._parts or not all(operation.ended for operation in done):
+            return
+        outcome: Counter[str] = Counter()
+        for operation in done:
+            outcome.update(operation.outcome or {"aborted": len(operation.blocks)})
+        blocks = sum(len(operation.blocks) for operation in done)
+        nbytes = sum(operation.wire_bytes for operation in done)
+        reason = next((operation.reason for operation in done if operation.reason), "")
+        self._finish(StoreResult(blocks, dict(outcome), nbytes, reason))
 
     def _finish(self, result: StoreResult) -> None:
         self._result = result
-        self._stop = _ignore
+        self._timer.cancel()
         waiters, self._waiters = self._waiters, []
         for future in waiters:
             if not future.done():
@@ -135,5 +169,5 @@ def _nothing() -> None:
     return None
 
 
-def _ignore(reason: str) -> None:
+def _ignore(operation: StoreOperation, reason: str) -> None:
     return None

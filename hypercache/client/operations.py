@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Protocol
 
 from fabrics import Channel, Frame, Outgoing, Sink
 from hypercache import protocol
@@ -178,19 +179,31 @@ class FetchOperation(Operation):
         self._on_end()
 
 
+class StoreOwner(Protocol):
+    """Who is told of a store operation's end."""
+
+    def part_ended(self) -> None: ...
+
+    def abandon(self, reason: str) -> None:
+        """The bytes cannot be had: end this and what belongs to it."""
+
+
 class StoreOperation(Operation):
-    """A source of PUT frames, layer after layer, as far as layers are ready and the server wants them."""
+    """A source of PUT frames, layer after layer, as far as layers are ready and the server wants them.
+
+    blocks: which of the port's blocks this request offers.
+    """
 
     def __init__(
         self,
         port: ChunkPort,
         chunk_nbytes: Sequence[int],
-        blocks: int,
+        blocks: range,
         ready_layers: int,
         frame_bytes: int,
-        on_end: Callable[[], None],
-        abandon: Callable[[str], None],
+        owner: StoreOwner,
     ) -> None:
+        self.blocks = blocks
         self.outcome: dict[str, int] = {}
         self.wire_bytes = 0
         self.reason = ""
@@ -198,11 +211,9 @@ class StoreOperation(Operation):
         self._chunk_nbytes = chunk_nbytes
         self._ready = ready_layers
         self._frame_bytes = frame_bytes
-        self._abandon = abandon
-        self._on_end = on_end
+        self._owner = owner
         self._channel: Channel | None = None
-        self._wanted: Sequence[tuple[int, int]] = ((0, blocks),)
-        self._blocks = blocks
+        self._wanted: Sequence[tuple[int, int]] = ((0, len(blocks)),)
         self._layer = 0
         self._block = 0
 
@@ -223,9 +234,10 @@ class StoreOperation(Operation):
         if not runs:
             return None
         try:
-            lent = self._port.lend(runs, self._wake)
+            base = self.blocks.start
+            lent = self._port.lend([(layer, base + at, count) for layer, at, count in runs], self._wake)
         except HyperCacheError as error:
-            self._abandon(f"cannot be encoded: {error}")
+            self._owner.abandon(f"cannot be encoded: {error}")
             return None
         if lent is None:
             return None
@@ -260,7 +272,7 @@ class StoreOperation(Operation):
             case protocol.Storing(wanted=wanted):
                 position = 0
                 for first, count in wanted:
-                    if first < position or count < 1 or first + count > self._blocks:
+                    if first < position or count < 1 or first + count > len(self.blocks):
                         raise ProtocolError("STORING names blocks that were not offered")
                     position = first + count
                 self._wanted = wanted
@@ -279,7 +291,7 @@ class StoreOperation(Operation):
         self.ended = True
         if self._channel is not None:
             self._channel.remove_source(self)
-        self._on_end()
+        self._owner.part_ended()
 
 
 __all__ = ["Call", "FetchOperation", "Operation", "StoreOperation"]

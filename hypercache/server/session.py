@@ -311,7 +311,8 @@ class Session:
         self.log.debug("fetch", request=stream.request_id, outcome=stream.outcome, nbytes=stream.bytes_sent)
 
     def _store(self, channel: Channel, request_id: int, message: protocol.Store) -> None:
-        namespace, digests = self._request(message.handle, message.digests)
+        namespace = self._namespace(message.handle)
+        digests = protocol.split_digests(message.digests, protocol.MAX_STORE_BLOCKS)
         if message.parent is not None and len(message.parent) != protocol.DIGEST_BYTES:
             raise ProtocolError(f"parent digest of {len(message.parent)} bytes")
         self._admit(request_id)

@@ -7,7 +7,7 @@ import hashlib
 import numpy as np
 import pytest
 
-from hypercache import KVBuffers, MediaSpan, TenantKey
+from hypercache import KVBuffers, MediaSpan, TenantKey, protocol
 from hypercache.errors import TokenError
 from hypercache.model import Adapter, KVDtype
 
@@ -172,3 +172,20 @@ async def test_clear_takes_everything_and_what_is_under_way(connect: Connect) ->
     into = poisoned(spec, 65)
     assert (await client.fetch(tokens, into)).hit_tokens == 64
     assert same(kv, into, 0, 64)
+
+
+async def test_prompts_beyond_the_limit_of_a_request(
+    connect: Connect, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No call turns a very long prompt into a protocol violation."""
+    monkeypatch.setattr(protocol, "MAX_BLOCKS", 8)
+    client = await connect(make_spec(layers=1, heads=1, dim=8))
+    tokens = tokens_of(10, 16 * 20 + 1)
+    kv = fill(KVBuffers.allocate(client.model, len(tokens)), 1)
+    monkeypatch.setattr(protocol, "MAX_STORE_BLOCKS", 8)
+    assert (await client.store(tokens, kv)).stored == 20
+    assert (await client.match(tokens)).hit_blocks == 8
+    assert await client.contains(tokens) == [True] * 8 + [False] * 12
+    assert (await client.fetch(tokens, poisoned(client.model, len(tokens)))).hit_tokens == 8 * 16
+    assert await client.evict(tokens) == 20
+    assert client.state == "ready"

@@ -7,7 +7,7 @@ import asyncio
 import numpy as np
 import pytest
 
-from hypercache import ChunkBuffers, HyperCacheError, KVBuffers
+from hypercache import ChunkBuffers, HyperCacheError, KVBuffers, StoreResult, protocol
 from hypercache.errors import ConfigError, SpecError
 from hypercache.model import KVDtype, KVLayout, LayerGroup, ModelSpec, Part, RopeSpec
 
@@ -335,3 +335,25 @@ async def test_nothing_is_remembered_of_what_ended(connect: Connect) -> None:
         await client.evict(tokens)
     assert client._link._operations == {}
     assert (client._coder.incoming._out, client._coder.outgoing._out) == (0, 0)
+
+
+async def test_long_prompts_are_stored_in_several_requests(connect: Connect, node: Node) -> None:
+    """M07: reserving for a long prompt must not hold up others; what was split comes out as one."""
+    spec = make_spec(layers=2, heads=1, dim=8)
+    client = await connect(spec)
+    blocks = 2 * protocol.MAX_STORE_BLOCKS + 5
+    tokens = tokens_of(26, blocks * 16 + 1)
+    kv = fill(KVBuffers.allocate(spec, len(tokens)), 1)
+    saving = client.start_store(tokens, kv, ready_layers=1)
+    await asyncio.sleep(0.05)
+    saving.layer_ready(1)
+    assert await saving == StoreResult(blocks, {"stored": blocks}, blocks * 16 * spec.token_nbytes())
+    into = poisoned(spec, len(tokens))
+    assert (await client.fetch(tokens, into)).hit_tokens == blocks * 16
+    assert same(kv, into, 0, blocks * 16)
+    assert (await client.store(tokens, kv)).outcome == {"exists": blocks}
+    other = tokens_of(27, blocks * 16)
+    saving = client.start_store(other, kv, ready_layers=1)
+    saving.cancel()
+    assert await saving == StoreResult(blocks, {"aborted": blocks}, 0, "cancelled")
+    assert node.status()["store"]["blocks"] == blocks
