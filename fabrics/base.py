@@ -186,6 +186,10 @@ class Fabric(abc.ABC):
         self.limits = limits or Limits()
 
     @abc.abstractmethod
+    def check(self, uri: str) -> None:
+        """Raises AddressError if ``uri`` can never be connected to by this fabric, whoever listens."""
+
+    @abc.abstractmethod
     async def connect(self, uri: str, handler: Handler, *, timeout: float) -> Channel:  # noqa: ASYNC109
         """Open a channel within ``timeout`` seconds.
         Raises AddressError, ConnectFailed, FabricUnavailable."""

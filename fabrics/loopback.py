@@ -28,6 +28,9 @@ class LoopbackFabric(Fabric):
 
     scheme = "loop"
 
+    def check(self, uri: str) -> None:
+        _name(uri)
+
     async def connect(self, uri: str, handler: Handler, *, timeout: float) -> Channel:  # noqa: ASYNC109
         name = _name(uri)
         listener = _listeners.get(asyncio.get_running_loop(), {}).get(name)

@@ -46,6 +46,9 @@ def _tune(sock: socket.socket, limits: Limits) -> tuple[str, str]:
 class TcpFabric(Fabric):
     scheme = "tcp"
 
+    def check(self, uri: str) -> None:
+        parse(uri, self.scheme)
+
     async def connect(self, uri: str, handler: Handler, *, timeout: float) -> Channel:  # noqa: ASYNC109
         address = parse(uri, self.scheme)
         try:

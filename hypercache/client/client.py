@@ -8,6 +8,8 @@ raises is misuse (wrong shapes, wrong tokens) and, at :func:`connect`, a server 
 from __future__ import annotations
 
 import asyncio
+import difflib
+import logging
 import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,6 +27,9 @@ from hypercache.keys import HASH_VERSION, MediaSpan, Namespace, TenantKey, canon
 from hypercache.kv import KVBuffers
 from hypercache.model import ModelSpec
 
+VARIABLES = ("HYPERCACHE_URI", "HYPERCACHE_TENANT", "HYPERCACHE_SECRET_FILE")  # that a client reads
+_log = logging.getLogger("hypercache.client")
+
 DEFAULT_URI = "tcp://127.0.0.1:7440"
 DEFAULT_CODEC = "int8"
 DEADLINE_S = 5.0
@@ -37,7 +42,10 @@ Buffers = KVBuffers | ChunkBuffers
 
 
 def tenant_from_environment(environ: os._Environ[str] | dict[str, str] = os.environ) -> TenantKey:
-    """HYPERCACHE_TENANT and HYPERCACHE_SECRET_FILE; the public tenant when neither is set."""
+    """HYPERCACHE_TENANT and HYPERCACHE_SECRET_FILE; the public tenant when neither is set.
+
+    Raises ConfigError for half a tenant and an unreadable secret.
+    """
     name, path = environ.get("HYPERCACHE_TENANT"), environ.get("HYPERCACHE_SECRET_FILE")
     if not name and not path:
         return TenantKey.public()
@@ -46,9 +54,20 @@ def tenant_from_environment(environ: os._Environ[str] | dict[str, str] = os.envi
         raise ConfigError(f"{missing} is not set: a tenant needs both a name and a file with its secret")
     try:
         secret = Path(path).read_bytes().strip()
+        if os.name == "posix" and Path(path).stat().st_mode & 0o077:
+            _log.warning("HYPERCACHE_SECRET_FILE=%s can be read by others; chmod 600 it", path)
     except OSError as error:
         raise ConfigError(f"HYPERCACHE_SECRET_FILE={path!r} cannot be read: {error.strerror}") from error
     return TenantKey.from_secret(secret, name)
+
+
+def _check_environment() -> None:
+    """A mistyped tenant must not become the public one, silently."""
+    for variable in os.environ:
+        if variable.startswith("HYPERCACHE_") and variable not in VARIABLES:
+            near = difflib.get_close_matches(variable, VARIABLES, n=1, cutoff=0.85)
+            if near:
+                raise ConfigError(f"environment variable {variable} is unknown; did you mean {near[0]}?")
 
 
 async def connect(
@@ -74,6 +93,7 @@ async def connect(
     say so) until it can. Raises SpecError or ConfigError for arguments that make no sense, and Refused or
     ProtocolError when the server answers and can never serve this client (versions, geometry).
     """
+    _check_environment()
     client = Client(
         uri or os.environ.get("HYPERCACHE_URI") or DEFAULT_URI,
         model=model,
@@ -101,20 +121,24 @@ class Client:
         salt: str | None,
         deadline: float,
     ) -> None:
-        if not 0 < deadline <= 3600:
-            raise ConfigError(f"deadline={deadline!r} must be more than 0 and at most 3600 seconds")
+        for name, value, kind in (
+            ("model", model, ModelSpec),
+            ("tenant", tenant, TenantKey),
+            ("codec", codec, str),
+        ):
+            if not isinstance(value, kind):
+                raise ConfigError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
+        self.deadline = _seconds(deadline)
         self.model = model
         self.block_size = block_size
-        self.deadline = deadline
+        self.codec = codecs.get(codec)
         self.namespace = Namespace.build(model, block_size=block_size, codec=codec, tenant=tenant, salt=salt)
         self._tenant = tenant
         self._pid = os.getpid()
-        self._coder = Coder(codecs.get(codec), model, block_size, FRAME_BYTES)
-        self.codec = self._coder.codec
+        self._coder = Coder(self.codec, model, block_size, FRAME_BYTES)
         self.chunk_nbytes = self._coder.chunk_nbytes
-        label = f"{model.name or 'model'} {codec} block={block_size} weights={model.weights.hex()[:8]}"
-        if model.adapter is not None:
-            label += f" adapter={model.adapter.name}"
+        self._has_stored = False
+        self._label = _label(model, codec, block_size, salt)
         self._link = Link(
             uri,
             protocol.Hello(
@@ -126,9 +150,7 @@ class Client:
                 tenant.name,
                 tenant.tenant_id,
             ),
-            protocol.Open(
-                self.namespace.digest, block_size, codec, self.chunk_nbytes, label[: protocol.MAX_LABEL]
-            ),
+            protocol.Open(self.namespace.digest, block_size, codec, self.chunk_nbytes, self._label),
         )
 
     async def _start(self) -> None:
@@ -141,7 +163,7 @@ class Client:
 
     @property
     def state(self) -> str:
-        """ "connecting", "ready", "down" or "closed"."""
+        """One of connecting, ready, stalled (the server hangs), down, closed."""
         return self._link.state
 
     async def close(self) -> None:
@@ -277,13 +299,18 @@ class Client:
         """
         self._check_process()
         hashed = self._hashed(prompt)
-        if start < 0 or start % self.block_size:
-            raise SpecError(f"start={start} must be a multiple of the block size {self.block_size}")
+        if not 0 <= start <= hashed.tokens or start % self.block_size:
+            raise SpecError(
+                f"start={start} must be a multiple of the block size {self.block_size} within the prompt's "
+                f"{hashed.tokens} tokens"
+            )
         first = start // self.block_size
         port = self._port(kv, start)
+        self._has_stored = True
         offered = min(len(hashed.digests) - first, port.blocks)
         if offered <= 0:
-            return Saving.of(StoreResult(0, {}, 0, "no full block to store"))
+            why = "nothing new" if first and first == len(hashed.digests) else "no full block to store"
+            return Saving.of(StoreResult(0, {}, 0, why))
         budget = self._budget(deadline)
         ready = self.model.num_layers if ready_layers is None else ready_layers
         # A server reserves all that one request names at once; long prompts take several: others get on.
@@ -351,6 +378,11 @@ class Client:
         if isinstance(buffers, ChunkBuffers):
             buffers.check(self.chunk_nbytes)
             return buffers
+        if not isinstance(buffers, KVBuffers):
+            raise SpecError(
+                f"K/V go in and out by KVBuffers or ChunkBuffers, got {type(buffers).__name__}; "
+                "KVBuffers.wrap takes the engine's own arrays"
+            )
         if buffers.spec != self.model:
             raise SpecError(
                 f"the buffers belong to model {_who(buffers.spec)}, the client to {_who(self.model)}"
@@ -358,23 +390,17 @@ class Client:
         return CodecPort(self._coder, buffers, start)
 
     def _budget(self, deadline: float | None) -> float:
-        budget = self.deadline if deadline is None else deadline
-        if not 0 < budget <= 3600:
-            raise ConfigError(f"deadline={budget!r} must be more than 0 and at most 3600 seconds")
-        return budget
+        return self.deadline if deadline is None else _seconds(deadline)
 
     def _give_up(self, operation: FetchOperation | StoreOperation, reason: str) -> None:
         if not operation.ended:
+            if reason == "deadline":
+                self._link.timed_out(operation)
             operation.end(reason)
             self._link.forget(operation.request_id)
 
     async def _ask(self, question: protocol.Message, deadline: float | None) -> protocol.Message | str:
-        budget = self._budget(deadline)
-        try:
-            async with asyncio.timeout(budget):
-                return await self._link.call(question)
-        except TimeoutError:
-            return f"deadline: no answer within {budget} s"
+        return await self._link.call(question, self._budget(deadline))
 
     def _removed(self, answer: protocol.Message | str) -> protocol.Removed:
         if isinstance(answer, protocol.Removed):
@@ -393,16 +419,21 @@ class Client:
         return prompt
 
     def _why_not(self, hit: int) -> str:
+        """What follows "not stored: " is for people who wonder why nothing hits, as old as the connection."""
         opened = self._link.opened
-        if hit or opened is None:
+        if hit:
             return "not stored beyond this"
-        if opened.blocks:
+        if self._has_stored or opened is None or opened.blocks:
             return "not stored"
-        if opened.others:
-            return f"not stored: this namespace was empty at connect; yours are {'; '.join(opened.others)}"
+        others = list(dict.fromkeys(opened.others))[-3:]
+        if others:
+            return (
+                f"not stored: when this connection was made there was nothing under ({self._label}); "
+                f"of this tenant there was: {'; '.join(others)}"
+            )
         return (
-            f"not stored: at connect the server had nothing of tenant {self._tenant.name!r} "
-            "(with another secret it is another tenant)"
+            f"not stored: when this connection was made the server had nothing of tenant "
+            f"{self._tenant.name!r} (with another secret it is another tenant)"
         )
 
     def _check_process(self) -> None:
@@ -411,6 +442,26 @@ class Client:
                 "this client was made in another process and is not fork-safe; "
                 "call hypercache.connect in the child"
             )
+
+
+def _seconds(deadline: float) -> float:
+    if not isinstance(deadline, int | float) or not 0 < deadline <= 3600:
+        raise ConfigError(f"deadline={deadline!r} must be a number of seconds, more than 0 and at most 3600")
+    return deadline
+
+
+def _label(model: ModelSpec, codec: str, block_size: int, salt: str | None) -> str:
+    """A namespace in words, for people: what differs most often between those who wonder why nothing hits."""
+    dtype = model.groups[0].layout.dtype.value
+    parts = [model.name or "model", f"weights={model.weights.hex()[:8]}", f"codec={codec}"]
+    parts += [f"block={block_size}", f"dtype={dtype}"]
+    if model.tp_size > 1:
+        parts.append(f"rank={model.tp_rank}/{model.tp_size}")
+    if model.adapter is not None:
+        parts.append(f"adapter={model.adapter.name}")
+    if salt:
+        parts.append("salted")
+    return " ".join(parts)[: protocol.MAX_LABEL]
 
 
 def _who(spec: ModelSpec) -> str:

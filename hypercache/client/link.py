@@ -1,7 +1,8 @@
 """The line to one server: handshake, request table, and reconnecting by itself.
 
-States: ``connecting`` (first try), ``ready``, ``down`` (waiting for the next try), ``closed``. Calls never
-wait for a reconnect: while the link is not ready they are misses at once, with :attr:`Link.reason`.
+States: ``connecting`` (first try), ``ready``, ``stalled`` (the server hangs: a call got not one byte within
+its time), ``down`` (waiting for the next try), ``closed``. Calls never wait for a reconnect or a hanging
+server: while the link is not ready they are misses at once, with :attr:`Link.reason`.
 """
 
 from __future__ import annotations
@@ -14,9 +15,10 @@ import random
 from typing import TypeVar
 
 from fabrics import Channel, FabricError, Frame, Limits, Outgoing, Sink, fabric_for
+from fabrics.errors import AddressError, FabricUnavailable
 from hypercache import protocol
 from hypercache.client.operations import Call, Operation
-from hypercache.errors import HyperCacheError, ProtocolError, Refused, Unavailable
+from hypercache.errors import ConfigError, HyperCacheError, ProtocolError, Refused, Unavailable
 from hypercache.protocol import ErrorCode
 
 M = TypeVar("M", bound=protocol.Message)
@@ -45,7 +47,7 @@ class Link:
     ) -> None:
         self.uri = uri
         self.state = "connecting"
-        self.reason = f"no connection to {uri} yet"
+        self.reason = f"unreachable: no connection to {uri} yet"
         self.channel: Channel | None = None
         self.handle = -1
         self.opened: protocol.Opened | None = None
@@ -53,7 +55,11 @@ class Link:
         self.error: HyperCacheError | FabricError | None = None  # why the last try failed
         self._hello = hello
         self._opening = opening
-        self._fabric = fabric_for(uri, limits)
+        try:
+            self._fabric = fabric_for(uri, limits)
+            self._fabric.check(uri)
+        except (AddressError, FabricUnavailable) as error:
+            raise ConfigError(str(error)) from error
         self._operations: dict[int, Operation] = {}
         self._ids = itertools.count(1)
         self._log = logging.getLogger("hypercache.client")  # the engine's own logging, silent by default
@@ -92,8 +98,8 @@ class Link:
                 await self._lost.wait()
             except (FabricError, HyperCacheError) as error:
                 self.error = error
-                self._down(f"{self.uri}: {error}")
-                self._log.info("%s unreachable, trying again within %.2f s: %s", self.uri, pause, error)
+                self._down(f"unreachable: {error}")
+                self._log.info("cannot connect, trying again within %.2f s: %s", pause, error)
                 self._tried.set()
             # Full jitter: a thousand clients of a server that comes back do not return in one wave.
             await asyncio.sleep(random.uniform(FIRST_PAUSE_S / 2, pause))
@@ -154,31 +160,47 @@ class Link:
     def _begin(self, channel: Channel, message: protocol.Message, operation: Operation) -> int | None:
         request_id = next(self._ids)
         operation.request_id = request_id
+        operation.heard = channel.stats.bytes_in
         self._operations[request_id] = operation
         op, body = protocol.encode(message)
         try:
             channel.send(Outgoing(op, request_id, body))
         except FabricError as error:
             self._operations.pop(request_id, None)
-            operation.end(f"{self.uri}: {error}")
+            operation.end(f"unreachable: {error}")
             return None
         return request_id
 
     def _ask(self, channel: Channel, message: protocol.Message) -> asyncio.Future[protocol.Message | str]:
-        future: asyncio.Future[protocol.Message | str] = asyncio.get_running_loop().create_future()
-        self._begin(channel, message, Call(future))
-        return future
+        operation = Call(asyncio.get_running_loop().create_future())
+        self._begin(channel, message, operation)
+        return operation.future
 
-    async def call(self, message: protocol.Message) -> protocol.Message | str:
-        """One question, one answer; a string says why there is none. Cancellation tells the server."""
-        future: asyncio.Future[protocol.Message | str] = asyncio.get_running_loop().create_future()
-        request_id = self.begin(message, Call(future))
+    async def call(self, message: protocol.Message, budget: float) -> protocol.Message | str:
+        """One question, one answer within ``budget`` seconds; a string says why there is none."""
+        operation = Call(asyncio.get_running_loop().create_future())
+        request_id = self.begin(message, operation)
         if request_id is None:
             return self.reason
         try:
-            return await future
+            async with asyncio.timeout(budget):
+                return await operation.future
+        except TimeoutError:
+            self.timed_out(operation)
+            return f"deadline: no answer within {budget:g} s"
         finally:
             self.forget(request_id)
+
+    def timed_out(self, operation: Operation) -> None:
+        """A request ran out of time. If the server has not sent a byte since it began, the next ones need not
+        wait as long: they miss at once until it does, which a probe brings about."""
+        channel = self.channel
+        if self.state != "ready" or channel is None or channel.stats.bytes_in != operation.heard:
+            return
+        self.state, self.reason = "stalled", f"unreachable: {self.uri} does not answer"
+        self._log.warning("%s does not answer, requests miss until it does", self.uri)
+        probe = Call(asyncio.get_running_loop().create_future())
+        self._begin(channel, protocol.Contains(self.handle, bytes(protocol.DIGEST_BYTES)), probe)
 
     def forget(self, request_id: int) -> None:
         """The request is over for us. If it still runs, the server is told and its bytes are dropped."""
@@ -197,6 +219,9 @@ class Link:
             return None
 
     def _on_frame(self, channel: Channel, frame: Frame) -> Sink | None:
+        if self.state == "stalled":
+            self.state, self.reason = "ready", ""
+            self._log.info("%s answers again", self.uri)
         operation = self._operations.get(frame.request_id)
         if operation is None:
             return None  # the answer to a request that was given up
@@ -222,8 +247,8 @@ class Link:
         if channel is not self.channel and self.channel is not None:
             return
         self.channel = None
-        reason = f"connection to {self.uri} lost" + (f": {error}" if error else "")
-        if self.state == "ready":
+        reason = f"unreachable: connection to {self.uri} lost" + (f": {error}" if error else "")
+        if self.state in ("ready", "stalled"):
             self._log.warning("%s lost, requests miss until it is back: %s", self.uri, error or "closed")
         self._down(reason)
         self._end_all(reason)

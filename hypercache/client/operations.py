@@ -22,6 +22,7 @@ class Operation:
     """Base: a request that waits for answers."""
 
     request_id: int
+    heard = 0  # bytes that had come from the server when it began
     ended = False
 
     def on_message(self, channel: Channel, frame: Frame, message: protocol.Message) -> Sink | None:

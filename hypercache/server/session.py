@@ -79,6 +79,7 @@ class Session:
         self.full = full  # the node has as many connections as it may: say so at HELLO, serve nothing
         self.born = context.clock()
         self.greeted = False
+        self.refused = False  # at HELLO: what was sent right behind it means nothing
         self.tenant_id = b""
         self._on_lost = on_lost
         self._handles: list[Namespace] = []
@@ -92,6 +93,8 @@ class Session:
     # --- channel events
 
     def on_frame(self, channel: Channel, frame: Frame) -> Sink | None:
+        if self.refused:
+            return None
         try:
             message = protocol.decode(frame.type, frame.body)
             if message is None:
@@ -105,6 +108,9 @@ class Session:
             self._dispatch(channel, frame.request_id, message)
         except _Refusal as refusal:
             self._refuse(channel, frame.request_id, refusal.code, str(refusal))
+            if not self.greeted:
+                self.refused = True
+                self.context.hang_up(channel)
         except ProtocolError as error:
             self._violation(channel, frame.request_id, error)
         return None
@@ -135,6 +141,9 @@ class Session:
         self.context.store.drop_owner(self)
         if isinstance(error, FrameError):
             self.context.metrics.protocol_error(type(error).__name__)
+            self.log.warning("closed", reason=str(error))
+        else:
+            self.log.debug("closed", reason=str(error or "by the client"))
         self._on_lost(self)
 
     def expire(self, now: float, handshake_s: float) -> None:
@@ -241,7 +250,8 @@ class Session:
         if not all(0 < size <= largest for size in chunks):
             raise _Refusal(
                 ErrorCode.TOO_LARGE,
-                f"layer chunks must have 1..{largest} bytes, got {min(chunks)}..{max(chunks)}",
+                f"layer chunks must have 1..{largest} bytes, got {min(chunks)}..{max(chunks)}; raise "
+                "max_frame_payload on the server, or take a smaller block or codec",
             )
         if not 16 <= len(message.digest) <= 32 or len(message.label) > protocol.MAX_LABEL:
             raise ProtocolError("OPEN with a malformed digest or label")
@@ -265,6 +275,7 @@ class Session:
         others = tuple(label for digest, label in known.items() if digest != message.digest)[-8:]
         known[message.digest] = message.label
         self._handles.append(namespace)
+        self.log.info("namespace", label=message.label, blocks=self.context.store.count(namespace))
         self.context.metrics.request("open", "ok")
         self._answer(
             channel,

@@ -120,7 +120,7 @@ async def test_client_first(tmp_path: Path) -> None:
         slowest = 0.0
         for _ in range(100):
             began = time.monotonic()
-            assert (await client.match(tokens)).reason.startswith(f"tcp://127.0.0.1:{port}")
+            assert (await client.match(tokens)).reason.startswith("unreachable: ")
             result = await client.fetch(tokens, kv)
             assert result.hit_tokens == 0 and "127.0.0.1" in result.reason
             assert (await client.store(tokens, kv)).stored == 0
@@ -159,7 +159,19 @@ async def test_frozen_server(server: Server) -> None:
         assert results[0].hit_blocks == 0 and results[0].reason.startswith("deadline")
         assert results[1].hit_tokens == 0 and results[1].reason == "deadline"
         assert results[2].stored == 0 and results[2].reason == "deadline"
+        # It hangs: from now on nothing waits for it.
+        assert client.state == "stalled"
+        began = time.monotonic()
+        for _ in range(50):
+            match = await client.match(a)
+            assert match.hit_blocks == 0 and match.reason == f"unreachable: {server.uri} does not answer"
+        assert time.monotonic() - began < client.deadline  # fifty calls, in less than one would have waited
         server.signal(signal.SIGCONT)
+
+        async def answers() -> bool:
+            return client.state == "ready"
+
+        await until(answers)
         other = poisoned(SPEC, 65)
         assert (await client.fetch(b, other)).hit_tokens == 64
         assert same(kv_b, other, 0, 64)
