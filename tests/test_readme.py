@@ -1,0 +1,62 @@
+"""The README's programs run as they stand there, against a real server."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from hypercache.cli.local_server import local_server
+
+CODE = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), re.S)
+
+
+@pytest.fixture(scope="module")
+def uri() -> Any:
+    with local_server("64MiB") as server:
+        yield server["uris"][0]
+
+
+@pytest.fixture(scope="module")
+def llama() -> Any:
+    pytest.importorskip("torch", reason="the Transformers adapter needs torch")
+    transformers = pytest.importorskip("transformers", reason="the Transformers adapter needs transformers")
+    config = transformers.LlamaConfig(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        max_position_embeddings=512,
+    )
+    return transformers.LlamaForCausalLM(config)
+
+
+def test_transformers_in_a_few_lines(uri: str, llama: Any) -> None:
+    names: dict[str, Any] = {"model": llama, "token_ids": list(range(100))}
+    program = CODE[0].replace("tcp://127.0.0.1:7440", uri)
+    exec(program, names)
+    assert names["result"].fetch.hit_tokens == 0 and len(names["result"].tokens) == 64
+    first = names["result"].tokens
+    names = {"model": llama, "token_ids": list(range(100))}
+    exec(program, names)
+    assert names["result"].fetch.hit_tokens == 96 and len(first) == 64
+
+
+def test_an_engine_of_your_own(uri: str, llama: Any, tmp_path: Path) -> None:
+    llama.save_pretrained(tmp_path)
+    names: dict[str, Any] = {"config": llama.config, "tokens": np.arange(100)}
+    program = CODE[1].replace("tcp://127.0.0.1:7440", uri).replace("/models/my-model", str(tmp_path))
+    program = program.replace("    ...  #", "    hits.append(result.hit_tokens)  #")
+    wrapped = "async def program():\n" + textwrap.indent(program, "    ")
+    names["hits"] = []
+    exec(wrapped, names)
+    asyncio.run(names["program"]())
+    asyncio.run(names["program"]())
+    assert names["hits"] == [0, 96]
