@@ -8,7 +8,9 @@ known one. Secrets are never settings: they are read from files that a setting n
 from __future__ import annotations
 
 import dataclasses
+import ipaddress
 import re
+import socket
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -33,6 +35,14 @@ OTHER_VARIABLES = {
     "HYPERCACHE_TENANT": "the client's tenant",
     "HYPERCACHE_SECRET_FILE": "file with the client's tenant secret",
 }
+
+# What Kubernetes puts into every pod for a Service named hypercache or hypercache-NAME: nobody's settings.
+# https://kubernetes.io/docs/concepts/services-networking/service/#environment-variables
+_SERVICE = r"HYPERCACHE(_[A-Z0-9_]*[A-Z0-9])?"
+_SERVICE_PART = re.compile(
+    _SERVICE + r"_(SERVICE_HOST|SERVICE_PORT(_[A-Z0-9_]+)?|PORT_\d{1,5}_(TCP|UDP|SCTP)_(PROTO|PORT|ADDR))"
+)
+_SERVICE_URI = re.compile(_SERVICE + r"_PORT(_\d{1,5}_(TCP|UDP|SCTP))?=(tcp|udp|sctp)://.*")
 
 
 def _setting(default: Any, kind: Kind, help_text: str) -> Any:
@@ -89,7 +99,9 @@ class ServerConfig:
     )
     max_connections: int = _setting(1024, settings.integer(1, 65535), "Data connections served at once.")
     max_frame_payload: int = _setting(
-        256 << 20, settings.size(64 << 10, 1 << 30), "Largest payload of one frame; larger ones are refused."
+        256 << 20,
+        settings.size(64 << 10, 1 << 30),
+        "Largest payload of one frame; larger ones are refused. By default not above memory.",
     )
     log_level: str = _setting(
         "info", settings.choice("debug", "info", "warning", "error"), "Least severe message that is logged."
@@ -159,6 +171,8 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str], path: str | Path 
             values[key], origin[key] = value, where
     for name in environ:
         if name.startswith(PREFIX) and name not in OTHER_VARIABLES:
+            if _is_kubernetes(name, environ[name]):
+                continue
             key = name.removeprefix(PREFIX).lower()
             if key not in FIELDS or name != name.upper():
                 known = [*OTHER_VARIABLES, *(PREFIX + key.upper() for key in FIELDS)]
@@ -168,7 +182,17 @@ def load(flags: Mapping[str, str], environ: Mapping[str, str], path: str | Path 
         if key not in FIELDS:
             raise ConfigError(f"unknown flag {flag_of(key)}" + _or_list(flag_of(key), map(flag_of, FIELDS)))
         values[key], origin[key] = kind_of(key).from_text(text), f"flag {flag_of(key)}"
-    return Effective(ServerConfig(**_validated(values, origin)), origin)
+    checked = _validated(values, origin)
+    for uri in checked["listen"]:
+        if uri.startswith("loop://"):
+            reason = "is of use within one process alone, no engine could connect; use tcp://HOST:PORT"
+            raise ConfigError(_message("listen", uri, origin, reason))
+    return Effective(ServerConfig(**checked), origin)
+
+
+def _is_kubernetes(name: str, value: str) -> bool:
+    """Whether the cluster made this variable. A ``..._PORT`` that is no URI is a person's mistake."""
+    return bool(_SERVICE_PART.fullmatch(name) or _SERVICE_URI.fullmatch(f"{name}={value}"))
 
 
 def _or_list(name: str, known: Any) -> str:
@@ -221,8 +245,52 @@ def _validated(values: Mapping[str, Any], origin: Mapping[str, str]) -> dict[str
         except ValueError as error:
             reason = f"{error}; allowed: {kind_of(key).allowed}"
             raise ConfigError(_message(key, value, origin, reason)) from None
+    _fit_frames(result, origin)
+    _refuse_one_port_twice(result, origin)
     _refuse_open_doors(result, origin)
     return result
+
+
+def _fit_frames(values: dict[str, Any], origin: Mapping[str, str]) -> None:
+    """A frame must fit the memory: the default gives way, a size that somebody chose is refused."""
+    frame, memory = values["max_frame_payload"], values["memory"]
+    if frame <= memory:
+        return
+    if (
+        frame != FIELDS["max_frame_payload"].default
+        or origin.get("max_frame_payload", "default") != "default"
+    ):
+        reason = (
+            f"is more than memory = {settings.show_bytes(memory)}; lower it ({flag_of('max_frame_payload')}) "
+            f"or raise memory ({flag_of('memory')})"
+        )
+        raise ConfigError(_message("max_frame_payload", frame, origin, reason))
+    values["max_frame_payload"] = memory
+
+
+def _refuse_one_port_twice(values: Mapping[str, Any], origin: Mapping[str, str]) -> None:
+    if not values["admin"]:
+        return
+    admin = settings.host_port(values["admin"])
+    for uri in values["listen"]:
+        if _host_of(uri) is None:
+            continue
+        found = parse_address(uri, uri.partition("://")[0], listening=True)
+        if admin[1] == found.port != 0 and _may_meet(admin[0], found.host):
+            reason = (
+                f"has the port that listen = {uri!r} has; choose another port for one of them "
+                f"({flag_of('admin')}, {flag_of('listen')})"
+            )
+            raise ConfigError(_message("admin", values["admin"], origin, reason))
+
+
+def _may_meet(host: str, other: str) -> bool:
+    """Whether two hosts can stand for one address. A name can stand for any."""
+    try:
+        one, two = (ipaddress.ip_address(text.partition("%")[0]) for text in (host, other))
+    except ValueError:
+        return True
+    return one == two or one.is_unspecified or two.is_unspecified
 
 
 def _refuse_open_doors(values: Mapping[str, Any], origin: Mapping[str, str]) -> None:
@@ -233,10 +301,16 @@ def _refuse_open_doors(values: Mapping[str, Any], origin: Mapping[str, str]) -> 
         hosts.append(("admin", values["admin"], settings.host_port(values["admin"])[0]))
     for key, address, host in hosts:
         if host is not None and not settings.is_loopback(host):
+            try:
+                socket.getaddrinfo(host, None)  # a misspelt host is no open door: say what it is
+            except (OSError, UnicodeError) as error:
+                why = error.strerror if isinstance(error, OSError) else error
+                reason = f"names a host that cannot be resolved ({why}): {host!r}; check the name"
+                raise ConfigError(_message(key, address, origin, reason)) from None
             remedy = (
                 "can be reached from other machines, and nothing proves who they are. Use a loopback address "
-                "such as 127.0.0.1, or, on a network where every machine is trusted, set "
-                "allow_unauthenticated_network = true"
+                f"such as 127.0.0.1 ({flag_of(key)}), or, on a network where every machine is trusted, set "
+                f"allow_unauthenticated_network = true ({flag_of('allow_unauthenticated_network')})"
             )
             raise ConfigError(_message(key, address, origin, remedy))
 

@@ -11,13 +11,18 @@ import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from decimal import Decimal
 from difflib import get_close_matches
+from fractions import Fraction
 from typing import Any
 
 from fabrics.address import parse as parse_address
 
 UNITS = {"B": 1, "KiB": 1 << 10, "MiB": 1 << 20, "GiB": 1 << 30, "TiB": 1 << 40}
 _SIZE = re.compile(r"(\d{1,15}(?:\.\d{1,15})?)\s*([A-Za-z]+)", re.ASCII)
+_SHOWN_SIZE = re.compile(r".* \((\d{1,20})\)", re.ASCII)  # as show_bytes writes it
+_DURATION = re.compile(r"(\d{1,15}(?:\.\d{1,25})?)\s*(ms|s|m)", re.ASCII)
+_SECONDS_IN = {"ms": Fraction(1, 1000), "s": Fraction(1), "m": Fraction(60)}
 _PERCENT = re.compile(r"(\d{1,3}(?:\.\d{1,15})?)\s*%", re.ASCII)
 
 
@@ -32,9 +37,16 @@ class Kind:
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """``"; did you mean 'x'?"`` or nothing: the tail of a message about an unknown word."""
-    found = get_close_matches(word.lower(), {name.lower(): name for name in known}, n=1, cutoff=0.5)
-    names = {name.lower(): name for name in known}
+    """``"; did you mean 'x'?"`` or nothing: the tail of a message about an unknown word.
+
+    The beginning that all flags or all variables share makes no two of them alike, so it does not count.
+    """
+
+    def stem(name: str) -> str:
+        return name.lower().removeprefix("--").removeprefix("hypercache_")
+
+    names = {stem(name): name for name in known}
+    found = get_close_matches(stem(word), names, n=1, cutoff=0.6)
     return f"; did you mean {names[found[0]]!r}?" if found else ""
 
 
@@ -44,6 +56,9 @@ def parse_bytes(value: object) -> int:
         return value
     if not isinstance(value, str):
         raise ValueError(f"must be bytes as a whole number, or text such as '512MiB', not {_type(value)}")
+    shown = _SHOWN_SIZE.fullmatch(value.strip())
+    if shown is not None and show_bytes(int(shown[1])) == value.strip():
+        return int(shown[1])
     match = _SIZE.fullmatch(value.strip())
     if match is None:
         raise ValueError("is not a size")
@@ -92,14 +107,22 @@ def integer(low: int, high: int) -> Kind:
 
 def seconds(low: float, high: float) -> Kind:
     def parse(value: object) -> float:
+        if isinstance(value, str) and (duration := _DURATION.fullmatch(value.strip())):
+            value = float(Fraction(duration[1]) * _SECONDS_IN[duration[2]])
         if not isinstance(value, int | float) or isinstance(value, bool):
-            raise ValueError(f"must be a number of seconds, not {_type(value)}")
+            raise ValueError(f"must be seconds as a number, or text such as '500ms', not {_type(value)}")
         if not math.isfinite(value):
             raise ValueError("must be finite")
         _check_range(value, low, high)
         return float(value)
 
-    return Kind(f"{low:g} to {high:g} seconds", parse, _number_from_text, lambda value: f"{value:g} s")
+    allowed = f"{low:g} to {high:g} seconds, as a number or with ms, s, m"
+    return Kind(allowed, parse, _number_from_text, _show_seconds)
+
+
+def _show_seconds(value: float) -> str:
+    """Without rounding and exponent, so that it can be typed back."""
+    return f"{Decimal(repr(value)):f}".removesuffix(".0") + " s"
 
 
 def size(low: int, high: int) -> Kind:
@@ -156,9 +179,17 @@ def boolean() -> Kind:
 
 def host_port(text: str) -> tuple[str, int]:
     """Split ``HOST:PORT`` or ``[IPv6]:PORT``. Raises ValueError with the reason."""
+    scheme, _, rest = text.rpartition("://")
+    bare, _, path = rest.partition("/")
+    if scheme or path or bare != rest:
+        remedy = f"write {bare}" if re.search(r"[^:]:[0-9]+$", bare) else "write HOST:PORT"
+        raise ValueError(f"it stands without scheme and path; {remedy}")
     if re.search(r":[0-9]+$", text) is None:
         raise ValueError("has no port; write HOST:PORT")
-    found = parse_address(f"http://{text}", "http", listening=True)
+    try:
+        found = parse_address(f"http://{text}", "http", listening=True)
+    except ValueError as error:  # which speaks of URIs, as nobody wrote one here
+        raise ValueError(str(error).replace("http://", "")) from None
     return found.host, found.port
 
 
@@ -171,16 +202,17 @@ def is_loopback(host: str) -> bool:
 
 
 def address() -> Kind:
-    """``HOST:PORT``, or empty for off."""
+    """``HOST:PORT``; "" for off."""
 
     def parse(value: object) -> str:
         if not isinstance(value, str):
             raise ValueError(f"must be text, not {_type(value)}")
-        if value:
-            _usable(host_port, value)
+        if value in ("", "off"):
+            return ""
+        _usable(host_port, value)
         return value
 
-    return Kind("HOST:PORT with port 0 to 65535, or '' for off", parse, show=lambda value: value or "off")
+    return Kind("HOST:PORT with port 0 to 65535, or off", parse, show=lambda value: value or "off")
 
 
 def _usable(check: Callable[[str], object], text: str) -> None:

@@ -11,7 +11,7 @@ import pytest
 
 from hypercache.errors import ConfigError
 from hypercache.server.config import FIELDS, OTHER_VARIABLES, ServerConfig, flag_of, kind_of, load
-from hypercache.server.settings import host_port, is_loopback, parse_bytes, show_bytes
+from hypercache.server.settings import host_port, is_loopback, nearest, parse_bytes, show_bytes
 from hypercache.store.limits import memory_limit
 
 MIB = 1 << 20
@@ -67,9 +67,36 @@ def test_same_value_from_file_environment_and_flag(tmp_path: Path) -> None:
 
 
 def test_empty_admin_switches_it_off() -> None:
-    effective = load({}, {"HYPERCACHE_ADMIN": ""})
-    assert effective.config.admin == ""
-    assert ("admin", "off", "env HYPERCACHE_ADMIN") in effective.rows()
+    for text in ("", "off"):
+        effective = load({}, {"HYPERCACHE_ADMIN": text})
+        assert effective.config.admin == ""
+        assert ("admin", "off", "env HYPERCACHE_ADMIN") in effective.rows()
+
+
+@pytest.mark.parametrize(
+    ("text", "seconds"),
+    [
+        ("10", 10.0),
+        ("10s", 10.0),
+        ("10 s", 10.0),
+        ("1.5s", 1.5),
+        ("500ms", 0.5),
+        ("2m", 120.0),
+        ("0.1 s", 0.1),
+        ("7.3 ms", 0.0073),
+    ],
+)
+def test_times_may_have_a_unit(text: str, seconds: float, tmp_path: Path) -> None:
+    assert load({"drain_s": text}, {}).config.drain_s == seconds
+    value = text if text.isdigit() else f'"{text}"'
+    assert load({}, {}, write(tmp_path / "hc.toml", f"drain_s = {value}")).config.drain_s == seconds
+
+
+def test_what_is_shown_can_be_typed_back() -> None:
+    given = {"drain_s": "0.00001", "lease_limit_s": "1234.56789", "memory": "33333333", "admin": "off"}
+    for flags in ({}, given, {"listen": "tcp://127.0.0.1:1, tcp://[::1]:2", "max_frame_payload": "70001"}):
+        effective = load(flags, {})
+        assert load({key: value for key, value, _ in effective.rows()}, {}).config == effective.config
 
 
 def test_environment_names_the_file(tmp_path: Path) -> None:
@@ -156,6 +183,77 @@ def test_p02_unknown_flag() -> None:
         load({"drain": "1"}, {})
 
 
+@pytest.mark.parametrize(
+    ("word", "known"),
+    [
+        ("verbose", ("debug", "info", "warning", "error")),
+        ("HYPERCACHE_REPLICAS", [f"HYPERCACHE_{key.upper()}" for key in FIELDS]),
+        ("--replicas", [flag_of(key) for key in FIELDS]),
+        ("frobnicate", ("demo", "serve", "benchmark", "config")),
+        ("x", ()),
+    ],
+)
+def test_p02_nothing_is_guessed_where_nothing_is_near(word: str, known: list[str]) -> None:
+    assert nearest(word, known) == ""
+    assert nearest("memroy", ["memory"]) == "; did you mean 'memory'?"
+
+
+def test_p02_an_unknown_choice_lists_the_allowed() -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"log_level": "verbose"}, {})
+    assert str(caught.value) == (
+        "log_level = 'verbose' (flag --log-level) is unknown; allowed: debug | info | warning | error"
+    )
+
+
+def service(name: str, port: str = "7440", proto: str = "TCP", named: str = "DATA") -> dict[str, str]:
+    """What Kubernetes injects for a Service: one port, with a name."""
+    uri = f"{proto.lower()}://10.96.0.17:{port}"
+    return {
+        f"{name}_SERVICE_HOST": "10.96.0.17",
+        f"{name}_SERVICE_PORT": port,
+        f"{name}_SERVICE_PORT_{named}": port,
+        f"{name}_PORT": uri,
+        f"{name}_PORT_{port}_{proto}": uri,
+        f"{name}_PORT_{port}_{proto}_PROTO": proto.lower(),
+        f"{name}_PORT_{port}_{proto}_PORT": port,
+        f"{name}_PORT_{port}_{proto}_ADDR": "10.96.0.17",
+    }
+
+
+@pytest.mark.parametrize(
+    "environ",
+    [
+        service("HYPERCACHE"),
+        service("HYPERCACHE_XYZ", "80", "UDP", "A_B_1"),
+        service("HYPERCACHE_ADMIN_0", "65535", "SCTP"),
+        service("HYPERCACHE_MEMORY", "7440"),
+    ],
+)
+def test_p02_service_variables_of_kubernetes_are_no_settings(environ: dict[str, str]) -> None:
+    assert load({}, environ) == load({}, {})
+    assert load({}, environ | {"HYPERCACHE_MEMORY": "64MiB"}).config.memory == 64 * MIB
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("HYPERCACHE_PORT", "7440"),  # a person's: no such setting
+        ("HYPERCACHE_XYZ_PORT", "7440"),
+        ("HYPERCACHE_PORT_7440_TCP", "7440"),
+        ("HYPERCACHE_HOST", "10.0.0.1"),
+        ("HYPERCACHE_SERVICE_HOSTS", "10.0.0.1"),
+        ("HYPERCACHE_SERVICE", "x"),
+        ("HYPERCACHE_PORT_7440_TCP_NAME", "x"),
+        ("HYPERCACHE_PORT_DATA_TCP_ADDR", "10.0.0.1"),
+        ("HYPERCACHE_service_host", "10.0.0.1"),
+    ],
+)
+def test_p02_what_only_resembles_them_is_unknown(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"unknown environment variable {name}"):
+        load({}, {name: value})
+
+
 # --- P03: every setting is checked; the message names key, value, origin and allowed range
 
 WRONG = {
@@ -166,6 +264,9 @@ WRONG = {
     ],
     "admin": [
         "127.0.0.1",
+        "OFF",
+        "http://127.0.0.1",
+        "127.0.0.1:7441/metrics",
         "127.0.0.1:70000",
         ":7441",
         "::1:7441",
@@ -188,7 +289,7 @@ WRONG = {
         "16.5",
         "9" * 15 + "TiB",
     ],
-    "drain_s": ["-1", "nan", "inf", "3601", "10s", ""],
+    "drain_s": ["-1", "nan", "inf", "3601", "10 h", "-1s", "61m", "1.s", "s", "ms", "1e3s", "5 sec", ""],
     "lease_limit_s": ["0", "-1", "nan", "1e9", "x"],
     "store_stall_s": ["0", "-0.5", "NaN"],
     "stall_timeout_s": ["0", "-1", "-inf"],
@@ -231,6 +332,7 @@ WRONG_TOML = [
     ("memory", '"5 GB"'),
     ("memory", "5"),
     ("drain_s", '"10"'),
+    ("drain_s", '"10 hours"'),
     ("drain_s", "true"),
     ("drain_s", "nan"),
     ("drain_s", "2026-01-01"),
@@ -265,7 +367,7 @@ def test_p03_more_memory_than_the_machine_has() -> None:
 
 
 def test_p03_a_config_made_in_code_is_checked_too() -> None:
-    with pytest.raises(ConfigError, match=r"^drain_s = -1 is out of range; allowed: 0 to 3600 seconds$"):
+    with pytest.raises(ConfigError, match=r"^drain_s = -1 is out of range; allowed: 0 to 3600 seconds"):
         ServerConfig(drain_s=-1)
     with pytest.raises(dataclasses.FrozenInstanceError):
         ServerConfig().drain_s = 1  # type: ignore[misc]
@@ -279,19 +381,96 @@ def test_port_0_is_allowed_more_than_once() -> None:
 # --- nobody opens the cache to a network by accident
 
 
-@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.7", "cache.example", "[2001:db8::1]"])
+@pytest.mark.parametrize("host", ["0.0.0.0", "[::]", "192.0.2.7", "[2001:db8::1]"])
 def test_reachable_addresses_need_the_frightening_setting(host: str) -> None:
     for flags in ({"listen": f"tcp://127.0.0.1:0,tcp://{host}:7440"}, {"admin": f"{host}:7441"}):
         with pytest.raises(ConfigError, match="allow_unauthenticated_network = true") as caught:
             load(flags, {})
         assert host in str(caught.value)
-        assert next(iter(flags)) in str(caught.value)
+        assert f"{flag_of(next(iter(flags)))}), or" in str(caught.value)
+        assert "(--allow-unauthenticated-network)" in str(caught.value)
         assert load({**flags, "allow_unauthenticated_network": "true"}, {}).config
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.9.1", "[::1]", "localhost"])
 def test_loopback_addresses_do_not(host: str) -> None:
     assert load({"listen": f"tcp://{host}:0", "admin": f"{host}:0"}, {}).config
+
+
+@pytest.mark.parametrize("flags", [{"listen": "tcp://nohost.invalid:7440"}, {"admin": "nohost.invalid:7441"}])
+def test_a_host_that_does_not_resolve_is_said_to_be_that(flags: dict[str, str]) -> None:
+    """RFC 2606: nobody's name. Not resolving comes before being reachable from elsewhere."""
+    with pytest.raises(ConfigError, match=r"cannot be resolved \(.+\): 'nohost\.invalid'; check the name"):
+        load(flags, {})
+
+
+@pytest.mark.parametrize(
+    ("typed", "remedy"),
+    [
+        ("http://127.0.0.1:7441", "write 127.0.0.1:7441;"),
+        ("https://[::1]:7441/", "write [::1]:7441;"),
+        ("127.0.0.1:7441/metrics", "write 127.0.0.1:7441;"),
+        ("http://127.0.0.1", "write HOST:PORT;"),
+        ("::1:7441", "write [ADDRESS]:PORT;"),
+        ("127.0.0.1:70000", "is not a number in 0..65535;"),
+    ],
+)
+def test_remedies_for_the_admin_address_do_not_repeat_the_mistake(typed: str, remedy: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load({"admin": typed}, {})
+    said = str(caught.value).removeprefix(f"admin = {typed!r} (flag --admin) cannot be used: ")
+    assert remedy in said
+    assert "://" not in said
+
+
+def test_listening_where_no_other_process_can_connect_is_refused(tmp_path: Path) -> None:
+    file = write(tmp_path / "hc.toml", 'listen = ["tcp://127.0.0.1:0", "loop://x"]')
+    for flags, environ, path in (
+        ({"listen": "loop://x"}, {}, None),
+        ({}, {"HYPERCACHE_LISTEN": "loop://x"}, None),
+        ({}, {}, file),
+    ):
+        with pytest.raises(ConfigError, match=r"listen = 'loop://x' .*no engine could connect; use tcp://"):
+            load(flags, environ, path)
+    assert ServerConfig(listen=("loop://x",)).listen == ("loop://x",)  # in code it has its use
+
+
+def test_frames_larger_than_the_memory_are_refused() -> None:
+    assert load({"memory": "16MiB"}, {}).config.max_frame_payload == 16 * MIB
+    assert ServerConfig(memory=16 * MIB).max_frame_payload == 16 * MIB
+    assert load({"memory": "16MiB", "max_frame_payload": "16MiB"}, {}).config.max_frame_payload == 16 * MIB
+    for size in ("17MiB", "256MiB"):
+        with pytest.raises(
+            ConfigError,
+            match=r"max_frame_payload = .* \(flag --max-frame-payload\) is more than memory = 16 MiB .*"
+            r"\(--max-frame-payload\) or raise memory \(--memory\)",
+        ):
+            load({"memory": "16MiB", "max_frame_payload": size}, {})
+    with pytest.raises(ConfigError, match="max_frame_payload = 20971520 is more than memory"):
+        ServerConfig(memory=16 * MIB, max_frame_payload=20 * MIB)
+
+
+@pytest.mark.parametrize(
+    ("listen", "admin", "meet"),
+    [
+        ("tcp://127.0.0.1:7441", "127.0.0.1:7441", True),
+        ("tcp://127.0.0.1:7440,tcp://[::1]:7441", "[::1]:7441", True),
+        ("tcp://0.0.0.0:7441", "127.0.0.1:7441", True),
+        ("tcp://localhost:7441", "127.0.0.1:7441", True),
+        ("tcp://127.0.0.1", "127.0.0.1:7440", True),
+        ("tcp://127.0.0.1:0", "127.0.0.1:0", False),
+        ("tcp://127.0.0.1:7441", "[::1]:7441", False),
+        ("tcp://127.0.0.1:7441", "127.0.0.1:7440", False),
+        ("tcp://127.0.0.1:7441", "off", False),
+    ],
+)
+def test_one_port_for_listen_and_admin_is_refused(listen: str, admin: str, meet: bool) -> None:
+    flags = {"listen": listen, "admin": admin, "allow_unauthenticated_network": "true"}
+    if not meet:
+        assert load(flags, {}).config.listen == tuple(listen.split(","))
+        return
+    with pytest.raises(ConfigError, match=r"^admin = .* has the port that listen = .*\(--admin, --listen\)"):
+        load(flags, {})
 
 
 def test_host_and_port() -> None:
