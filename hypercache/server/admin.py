@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from collections.abc import Callable
 from http import HTTPStatus
 from typing import Any
@@ -67,6 +68,7 @@ class AdminServer:
 
     async def start(self) -> None:
         """Bind and serve. Raises AddressError with address and errno."""
+        another = "choose another: admin, or --admin HOST:PORT"
         try:
             host, port = host_port(self._asked)
             self._server = await asyncio.start_server(
@@ -74,11 +76,13 @@ class AdminServer:
             )
         except ValueError as error:
             raise AddressError(f"admin address {self._asked!r}: {error}") from None
+        except socket.gaierror as error:
+            reason = f"cannot resolve {host!r}: {error.strerror}; check the name, or {another}"
+            raise AddressError(f"admin address {self._asked}: {reason}") from error
         except OSError as error:
-            # asyncio words a failed bind in its own way; a failed look-up has a negative errno
-            reason = os.strerror(error.errno) if error.errno and error.errno > 0 else str(error)
+            reason = os.strerror(error.errno) if error.errno else str(error)  # asyncio's words are its own
             raise AddressError(
-                f"admin address {self._asked}: {reason} (errno {error.errno}); choose another with --admin"
+                f"admin address {self._asked}: {reason} (errno {error.errno}); {another}"
             ) from error
 
     async def close(self) -> None:

@@ -1,5 +1,8 @@
 """What a node counts, in Prometheus naming, on a registry of its own.
 
+Label values that are known beforehand are there from the start, at 0: Prometheus' rate() does not see a
+counter's first step if the counter appears with it.
+
 Counting never fails a request: a bad value or an error inside the library is counted itself
 (``hypercache_metrics_errors_total``) and goes no further. Label values are bounded: after
 :data:`LABEL_LIMIT` different ones the rest is counted under "other". No token, tenant or key is a label.
@@ -11,28 +14,65 @@ import asyncio
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any
+from importlib.metadata import version
+from typing import Any, get_args
 
 import structlog
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, ProcessCollector
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, Info, ProcessCollector
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
+
+from fabrics.errors import BadMagic, FrameChecksum, FrameError, FrameTooLarge, FrameVersionMismatch
+from hypercache.errors import ProtocolError
+from hypercache.protocol import ErrorCode
+from hypercache.store.holds import Reason
 
 LABEL_LIMIT = 32
 LAG_INTERVAL_S = 0.05
 LAG_WINDOW = 1200  # samples in the percentile of /status: one minute
 _LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 
+OUTCOMES = (
+    *((op, "ok") for op in ("open", "match", "fetch", "store", "contains", "evict", "clear")),
+    ("fetch", "deadline"),
+    ("fetch", "cancelled"),
+)
+LOOKUPS = (("match",), ("fetch",))
+SKIPPED = (*get_args(Reason), "corrupt", "aborted")
+_FAULTS = (ProtocolError, FrameError, BadMagic, FrameVersionMismatch, FrameTooLarge, FrameChecksum)
+PROTOCOL_ERRORS = ("NoHello", *(error.__name__ for error in _FAULTS))
+
 log = structlog.get_logger("hypercache.metrics")
 
 
-class Count:
-    """A monotone counter, with up to two labels of bounded variety."""
+class _Registry(CollectorRegistry):
+    """Leaves out the ``_created`` sample of each counter: twice the lines, and nobody asks for them.
 
-    def __init__(self, owner: Metrics, name: str, text: str, labels: tuple[str, ...] = ()) -> None:
+    The library can switch them off for the whole process only, which is not ours alone.
+    """
+
+    def collect(self) -> Iterator[Metric]:
+        for family in super().collect():
+            family.samples = [one for one in family.samples if not one.name.endswith("_created")]
+            yield family
+
+
+class Count:
+    """A monotone counter, with up to two labels of bounded variety. known: labels that start at 0."""
+
+    def __init__(
+        self,
+        owner: Metrics,
+        name: str,
+        text: str,
+        labels: tuple[str, ...] = (),
+        known: Iterable[tuple[str, ...]] = (),
+    ) -> None:
         self._owner = owner
         self._counter = Counter(f"hypercache_{name}", text, labels, registry=owner.registry)
         self._labels = _Labels(len(labels))
+        for values in known:
+            self._counter.labels(*self._labels.bound(values))
 
     def inc(self, *labels: str, by: float = 1) -> None:
         """Add ``by`` (>= 0)."""
@@ -88,20 +128,26 @@ class Metrics:
     """All counters of one node. Loop thread only, except for scraping."""
 
     def __init__(self) -> None:
-        self.registry = CollectorRegistry()
+        self.registry: CollectorRegistry = _Registry()
         ProcessCollector(registry=self.registry)
+        build = Info("hypercache_build", "Which version runs.", registry=self.registry)
+        build.info({"version": version("hypercache-llm")})
         self._errors = Counter(
             "hypercache_metrics_errors", "Wrong values or errors met while counting.", registry=self.registry
         )
         self._first_error = True
-        self._requests = self._count("requests", "Requests ended.", "op", "outcome")
-        self._refused = self._count("refused", "Requests refused.", "code")
-        self._protocol_errors = self._count("protocol_errors", "Connections closed for a fault.", "kind")
-        self._asked = self._count("blocks_asked", "Blocks asked for: hit + missed.", "op")
-        self._hit = self._count("blocks_hit", "Asked blocks that were usable.", "op")
-        self._missed = self._count("blocks_missed", "Asked blocks that were not.", "op")
+        self._requests = self._count("requests", "Requests ended.", ("op", "outcome"), OUTCOMES)
+        self._refused = self._count("refused", "Requests refused.", ("code",), _one_label(ErrorCode))
+        self._protocol_errors = self._count(
+            "protocol_errors", "Connections closed for a fault.", ("kind",), _one_label(PROTOCOL_ERRORS)
+        )
+        self._asked = self._count("blocks_asked", "Blocks asked for: hit + missed.", ("op",), LOOKUPS)
+        self._hit = self._count("blocks_hit", "Asked blocks that were usable.", ("op",), LOOKUPS)
+        self._missed = self._count("blocks_missed", "Asked blocks that were not.", ("op",), LOOKUPS)
         self._stored = self._count("blocks_stored", "Blocks made visible by a store.")
-        self._skipped = self._count("blocks_skipped", "Offered blocks that were not stored.", "reason")
+        self._skipped = self._count(
+            "blocks_skipped", "Offered blocks that were not stored.", ("reason",), _one_label(SKIPPED)
+        )
         self._checksum_failures = self._count("checksum_failures", "Offered blocks with a wrong checksum.")
         self._received = self._count("received_bytes", "K/V bytes received by stores.")
         self._sent = self._count("sent_bytes", "K/V bytes sent by fetches.")
@@ -117,8 +163,10 @@ class Metrics:
         self._pulled = _Pulled(self)
         self.registry.register(self._pulled)
 
-    def _count(self, name: str, text: str, *labels: str) -> Count:
-        return Count(self, name, text, labels)
+    def _count(
+        self, name: str, text: str, labels: tuple[str, ...] = (), known: Iterable[tuple[str, ...]] = ()
+    ) -> Count:
+        return Count(self, name, text, labels, known)
 
     def request(self, op: str, outcome: str) -> None:
         """A request ended."""
@@ -211,13 +259,19 @@ class Metrics:
         return {"samples": len(ordered), "p50_s": rank(0.5), "p99_s": rank(0.99), "max_s": rank(1.0)}
 
     def snapshot(self) -> dict[str, float]:
-        """Our own counters and gauges as /metrics has them: ``{'name{label="value"}': number}``."""
+        """Our own counters as /metrics has them: ``{'name{label="value"}': number}``. Not the store's."""
         return dict(self._samples())
 
     def _samples(self) -> Iterator[tuple[str, float]]:
         for family in self.registry.collect():
-            if family.type in ("counter", "gauge") and family.name.startswith("hypercache_"):
-                for sample in family.samples:
-                    if not sample.name.endswith("_created"):
-                        labels = ",".join(f'{key}="{value}"' for key, value in sample.labels.items())
-                        yield sample.name + (f"{{{labels}}}" if labels else ""), sample.value
+            if family.type != "counter" or not family.name.startswith("hypercache_"):
+                continue
+            if family.name.startswith("hypercache_store_"):
+                continue
+            for sample in family.samples:
+                labels = ",".join(f'{key}="{value}"' for key, value in sample.labels.items())
+                yield sample.name + (f"{{{labels}}}" if labels else ""), sample.value
+
+
+def _one_label(values: Iterable[str]) -> list[tuple[str, ...]]:
+    return [(str(value),) for value in values]

@@ -177,10 +177,17 @@ async def test_g12_bad_address_is_a_typed_error(address: str) -> None:
     await server.close()
 
 
+async def test_a_host_that_does_not_resolve_is_said_to_be_that(node: Node) -> None:
+    server = AdminServer("no.such.host.invalid:0", status=dict, ready=bool, registry=node.metrics.registry)
+    with pytest.raises(AddressError, match=r"cannot resolve 'no\.such\.host\.invalid': .+; check .+--admin"):
+        await server.start()
+
+
 async def test_g12_port_in_use_names_address_and_errno(node: Node) -> None:
     second = AdminServer(node.admin.address, status=dict, ready=bool, registry=node.metrics.registry)
     with pytest.raises(
-        AddressError, match=rf"{node.admin.address}: Address already in use \(errno {errno.EADDRINUSE}\)"
+        AddressError,
+        match=rf"{node.admin.address}: Address already in use \(errno {errno.EADDRINUSE}\); .*admin, .*--admin",
     ):
         await second.start()
     assert (await get(node.admin.address, "/healthz"))[0] == 200

@@ -8,7 +8,12 @@ import time
 from collections import Counter
 from collections.abc import Mapping
 
-from hypercache.server.metrics import LABEL_LIMIT, Metrics
+from prometheus_client import generate_latest
+
+import hypercache
+from fabrics.errors import FrameError
+from hypercache.protocol import ErrorCode
+from hypercache.server.metrics import LABEL_LIMIT, PROTOCOL_ERRORS, Metrics
 
 
 def test_asked_is_hit_plus_missed() -> None:
@@ -65,16 +70,64 @@ def test_label_values_are_bounded() -> None:
     rows = {name: n for name, n in metrics.snapshot().items() if "protocol_errors_total" in name}
     assert len(rows) == LABEL_LIMIT + 1
     assert sum(rows.values()) == 10 * LABEL_LIMIT + 1
-    assert rows['hypercache_protocol_errors_total{kind="other"}'] == 9 * LABEL_LIMIT + 1
+    assert rows['hypercache_protocol_errors_total{kind="other"}'] == 9 * LABEL_LIMIT + 1 + len(
+        PROTOCOL_ERRORS
+    )
+
+
+def test_known_labels_start_at_0_so_that_the_first_step_is_seen() -> None:
+    metrics = Metrics()
+    before = metrics.snapshot()
+    assert set(before.values()) == {0}
+    metrics.matched(asked=3, hit=1)
+    metrics.fetch_started(asked=3, hit=1)
+    for outcome in ("ok", "deadline", "cancelled"):
+        metrics.fetch_finished(outcome, 1)
+    reasons = ("exists", "pending", "orphan", "full", "too_large", "corrupt", "aborted")
+    metrics.store_finished(Counter({"stored": 1, **dict.fromkeys(reasons, 1)}), 1)
+    for op in ("open", "contains", "evict", "clear"):
+        metrics.request(op, "ok")
+    for code in ErrorCode:
+        metrics.refused(code)
+    for error in (FrameError, *FrameError.__subclasses__()):
+        metrics.protocol_error(error.__name__)
+    metrics.protocol_error("NoHello")
+    metrics.protocol_error("ProtocolError")
+    metrics.connection_opened()
+    after = metrics.snapshot()
+    assert set(after) == set(before)
+    assert [name for name, value in after.items() if not value] == ["hypercache_metrics_errors_total"]
+
+
+def test_the_page_has_the_version_and_no_times_of_creation() -> None:
+    metrics = Metrics()
+    metrics.matched(asked=3, hit=1)
+    page = generate_latest(metrics.registry).decode()
+    assert f'hypercache_build_info{{version="{hypercache.__version__}"}} 1.0' in page
+    assert "_created" not in page
+    for line in page.splitlines():
+        assert line.removeprefix("# HELP ").removeprefix("# TYPE ").startswith(("hypercache_", "process_"))
+
+
+def test_the_snapshot_is_of_counters_alone() -> None:
+    """/status has the store's numbers, the connections and the lag elsewhere: each number once."""
+    metrics = Metrics()
+    metrics.watch_store(lambda: {"blocks": 3, "evicted_total": 4}, totals=["evicted_total"])
+    metrics.connection_opened()
+    metrics.observe_lag(0.1)
+    assert metrics.registry.get_sample_value("hypercache_store_evicted_total") == 4
+    for name in metrics.snapshot():
+        assert name.partition("{")[0].endswith("_total")
+        assert not name.startswith("hypercache_store_")
 
 
 def test_two_nodes_in_one_process_do_not_share_counters() -> None:
     first, second = Metrics(), Metrics()
     first.connection_opened()
-    assert first.snapshot()["hypercache_connections"] == 1
-    assert second.snapshot()["hypercache_connections"] == 0
+    assert first.registry.get_sample_value("hypercache_connections") == 1
+    assert second.registry.get_sample_value("hypercache_connections") == 0
     first.connection_closed()
-    assert first.snapshot()["hypercache_connections"] == 0
+    assert first.registry.get_sample_value("hypercache_connections") == 0
     assert first.snapshot()["hypercache_connections_accepted_total"] == 1
 
 
