@@ -20,8 +20,9 @@ from typing import Any
 import pytest
 
 from fabrics import Channel, Frame, Outgoing, Sink, fabric_for
-from hypercache import protocol
+from hypercache import __version__, protocol
 from hypercache.keys import HASH_VERSION
+from hypercache.server.config import FIELDS
 
 BIN = Path(sys.executable).parent
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("HYPERCACHE_")}
@@ -102,7 +103,21 @@ assert not heavy, heavy
     assert (done.returncode, done.stderr) == (0, "")
     for command in ("demo", "serve", "benchmark", "config"):
         assert f"  {command} " in done.stdout
-    assert hypercache("--version").stdout.startswith("hypercache 0.")
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        (["hypercache", "--version"], "hypercache "),
+        (["hypercache-serve", "--version"], "hypercache-serve "),
+        (["hypercache", "serve", "--version"], "hypercache "),
+        (["hypercache", "config", "--version"], "hypercache "),
+    ],
+)
+def test_version(command: list[str], said: str) -> None:
+    arguments = [str(BIN / command[0]), *command[1:]]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (0, f"{said}{__version__}\n", "")
 
 
 @pytest.mark.parametrize(
@@ -112,7 +127,9 @@ assert not heavy, heavy
         (["--json", "serve"], "options come after the command"),
         (["serve", "--memroy", "1GiB"], "unknown flag or argument '--memroy'; did you mean '--memory'?"),
         (["serve", "--mem", "1GiB"], "unknown flag or argument '--mem'; did you mean '--memory'?"),
-        (["serve", "now"], "unknown flag or argument 'now'"),
+        (["serve", "now"], "unknown flag or argument 'now'; hypercache serve --help lists what is known"),
+        (["frobnicate"], "unknown command 'frobnicate'; known: demo, serve, benchmark, config"),
+        (["serve", "--replicas", "3"], "unknown flag or argument '--replicas'; hypercache serve --help"),
         (["config", "sohw"], "invalid choice: 'sohw'"),
     ],
 )
@@ -157,6 +174,7 @@ def test_p01_config_show_tells_where_each_value_comes_from(tmp_path: Path) -> No
     assert shown["drain_s"].endswith("default")
 
     done = hypercache("config", "show", "--json", "--config", str(file))
+    assert hypercache("config", "--json", "--config", str(file)).stdout == done.stdout
     assert json.loads(done.stdout)["admin"] == {"value": "[::1]:7441", "origin": f"file {file}:2"}
 
 
@@ -167,6 +185,12 @@ def test_p01_config_show_tells_where_each_value_comes_from(tmp_path: Path) -> No
         (["--memory", "5GB"], {}, "memory = '5GB' (flag --memory)"),
         ([], {"HYPERCACHE_MEMROY": "1GiB"}, "did you mean 'HYPERCACHE_MEMORY'?"),
         (["--listen", "tcp://0.0.0.0:7440"], {}, "allow_unauthenticated_network"),
+        (["--listen", "loop://x"], {}, "no engine could connect"),
+        (["--listen", "tcp://nohost.invalid:7440"], {}, "cannot be resolved"),
+        (["--admin", "http://127.0.0.1:7441"], {}, "write 127.0.0.1:7441"),
+        (["--admin", "127.0.0.1:7440"], {}, "has the port that listen"),
+        (["--memory", "16MiB", "--max-frame-payload", "17MiB"], {}, "is more than memory"),
+        (["--log-level", "verbose"], {}, "is unknown; allowed: debug | info | warning | error"),
     ],
 )
 @pytest.mark.parametrize("command", [["serve"], ["config", "show"]])
@@ -191,9 +215,43 @@ def test_server_life() -> None:
         code, text = server.end()
     assert code == 0
     logged = [json.loads(line) for line in text.splitlines()]
-    assert logged[0]["event"] == "configuration"
-    assert logged[0]["drain_s"] == "7 s (flag --drain-s)"
-    assert logged[0]["max_connections"] == "1024 (default)"
+    settings = {
+        line["name"]: (line["value"], line["origin"]) for line in logged if line["event"] == "setting"
+    }
+    assert set(settings) == {"listen", "admin", "memory", "drain_s"}
+    assert settings["drain_s"] == ("7 s", "flag --drain-s")
+    (counts,) = [line for line in logged if line["event"] == "configuration"]
+    assert (counts["chosen"], counts["at_default"]) == (4, len(FIELDS) - 4)
+
+
+def test_p01_at_debug_the_defaults_are_logged_too() -> None:
+    with serving(*LOCAL, "--log-level", "debug") as server:
+        logged = [json.loads(line) for line in server.end()[1].splitlines()]
+    origins = {line["name"]: line["origin"] for line in logged if line["event"] == "setting"}
+    assert set(origins) == set(FIELDS)
+    assert origins["max_connections"] == "default"
+
+
+def test_kubernetes_variables_do_not_stop_the_server() -> None:
+    env = CLEAN | {
+        "HYPERCACHE_SERVICE_HOST": "10.96.0.17",
+        "HYPERCACHE_SERVICE_PORT_DATA": "7440",
+        "HYPERCACHE_PORT": "tcp://10.96.0.17:7440",
+        "HYPERCACHE_PORT_7440_TCP": "tcp://10.96.0.17:7440",
+        "HYPERCACHE_PORT_7440_TCP_ADDR": "10.96.0.17",
+        "HYPERCACHE_HEADLESS_SERVICE_HOST": "None",
+    }
+    with serving(*LOCAL, env=env) as server:
+        assert server.end()[0] == 0
+
+
+def test_status_has_each_number_once() -> None:
+    with serving(*LOCAL) as server:
+        status = json.loads(server.page("/status")[1])
+        assert "_created" not in server.page("/metrics")[1]
+    assert status["store"]["committed_total"] == 0
+    assert all(name.partition("{")[0].endswith("_total") for name in status["counters"])
+    assert not [name for name in status["counters"] if "store_" in name]
 
 
 def test_admin_can_be_off() -> None:

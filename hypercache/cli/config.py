@@ -47,7 +47,13 @@ def load_from(args: argparse.Namespace) -> Effective:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["show"], help="print each setting, its value and its origin")
+    parser.add_argument(
+        "what",
+        choices=["show"],
+        nargs="?",
+        default="show",
+        help="print each setting, its value and its origin (the default)",
+    )
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     add_server_flags(parser)
 

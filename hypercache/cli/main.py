@@ -51,7 +51,7 @@ def _top_level(arguments: list[str]) -> int:
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"hypercache {version('hypercache-llm')}")
+    _add_version(parser)
     parser.add_argument("command", nargs="?", help=argparse.SUPPRESS)
     args, rest = parser.parse_known_args(arguments)
     if args.command is not None and args.command not in COMMANDS:
@@ -63,17 +63,25 @@ def _top_level(arguments: list[str]) -> int:
     return 0
 
 
+def _add_version(parser: argparse.ArgumentParser) -> None:
+    name = parser.prog.partition(" ")[0]
+    text = f"{name} {version('hypercache-llm')}"
+    parser.add_argument("--version", action="version", version=text, help="print the version and exit")
+
+
 def _run(prog: str, name: str, arguments: list[str]) -> int:
     try:
         module = importlib.import_module(COMMANDS[name][0])
         usage = f"{prog} [--help] [OPTIONS]"  # the long form would hide the line that says what is wrong
         parser = argparse.ArgumentParser(prog, usage, module.__doc__, allow_abbrev=False)
+        _add_version(parser)
         module.add_arguments(parser)
         args, unknown = parser.parse_known_args(arguments)
         if unknown:
             word = unknown[0].partition("=")[0]
             known = re.findall(r"--[a-z0-9-]+", parser.format_help())
-            parser.error(f"unknown flag or argument {word!r}{nearest(word, known)}")
+            known_one = nearest(word, known) or f"; {prog} --help lists what is known"
+            parser.error(f"unknown flag or argument {word!r}{known_one}")
         return int(module.run(args))
     except (HyperCacheError, FabricError) as error:
         print(f"{prog}: {error}", file=sys.stderr)

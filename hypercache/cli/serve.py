@@ -19,7 +19,7 @@ import structlog
 
 from hypercache.cli.config import add_server_flags, load_from
 from hypercache.server import logs
-from hypercache.server.config import ServerConfig
+from hypercache.server.config import Effective, ServerConfig
 from hypercache.server.node import Node
 
 COLLECT_S = 0.5
@@ -34,8 +34,19 @@ def run(args: argparse.Namespace) -> int:
     effective = load_from(args)
     logs.configure(effective.config.log_level, effective.config.log_format)
     log = structlog.get_logger("hypercache")
-    log.info("configuration", **{key: f"{value} ({origin})" for key, value, origin in effective.rows()})
+    _log_settings(effective, log)
     return asyncio.run(_serve(effective.config, log))
+
+
+def _log_settings(effective: Effective, log: Any) -> None:
+    """A line for each setting that somebody chose; defaults are only counted, and listed at debug."""
+    rows = effective.rows()
+    for name, value, origin in rows:
+        (log.debug if origin == "default" else log.info)("setting", name=name, value=value, origin=origin)
+    at_default = sum(origin == "default" for _, _, origin in rows)
+    log.info(
+        "configuration", chosen=len(rows) - at_default, at_default=at_default, see="hypercache config show"
+    )
 
 
 async def _keep_collector_off() -> None:

@@ -43,7 +43,12 @@ def configure(level: str = "info", output: str = "auto", stream: TextIO | None =
     renderers: list[structlog.typing.Processor]
     if console:
         plain = structlog.dev.plain_traceback
-        renderers = [structlog.dev.ConsoleRenderer(colors=stream.isatty(), exception_formatter=plain)]
+        # Fields in the order they were given: that is the order in which they read well.
+        renderers = [
+            structlog.dev.ConsoleRenderer(
+                colors=stream.isatty(), exception_formatter=plain, sort_keys=False, pad_event_to=0
+            )
+        ]
     else:
         renderers = [
             structlog.processors.format_exc_info,

@@ -104,6 +104,12 @@ def test_auto_is_json_where_nobody_watches(output: io.StringIO) -> None:
     assert lines(output)[0]["event"] == "started"
 
 
+def test_console_keeps_the_order_of_fields(output: io.StringIO) -> None:
+    logs.configure("info", "console", output)
+    structlog.get_logger("hypercache").info("setting", name="drain_s", value="7 s", origin="flag --drain-s")
+    assert "name=drain_s value='7 s' origin='flag --drain-s'" in output.getvalue()
+
+
 def test_long_text_is_cut(output: io.StringIO) -> None:
     structlog.get_logger("hypercache").info("refused", reason="x" * 10_000)
     assert len(lines(output)[0]["reason"]) < 2_100
