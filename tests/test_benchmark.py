@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hypercache.cli import bench_live
+from hypercache.cli import bench_codecs, bench_live
 from hypercache.cli.benchmark import DIMS, show
 from hypercache.cli.local_server import local_server
 from hypercache.engines.reference import ReferenceConfig
@@ -24,6 +24,8 @@ CODEC_ROW = {
     "cosine": 0.99998,
     "rel_error": 0.0068,
     "rel_error_outliers": 0.0197,
+    "same_values": 0.2,
+    "same_values_outliers": 0.1,
     "encode_to_memcpy": 0.5,
     "decode_to_memcpy": 0.6,
 }
@@ -46,11 +48,37 @@ def test_parts_against_a_live_server() -> None:
     assert live["int8"]["wire_bytes"] == pytest.approx(live["kv_bytes"] / 1.969, rel=0.001)
 
     keys = bench_live.hashing(tokens=5_000, rounds=1)
-    codecs = {"int8": {"dim": DIMS[1], **CODEC_ROW, f"dim_{DIMS[0]}": CODEC_ROW}}
+    lossless = CODEC_ROW | {"same_values": 1.0, "same_values_outliers": 1.0}
+    codecs = {
+        name: {"dim": DIMS[1], **row, f"dim_{DIMS[0]}": row}
+        for name, row in (("int8", CODEC_ROW), ("raw", lossless))
+    }
     output = io.StringIO()
     show({"engine": engine, "keys": keys, "live": live, "codecs": codecs}, Console(file=output, width=110))
-    for words in ("48 of 50 tokens hit", "blocks of 64", "3 blocks, 6 MiB", "1.969", "no, lossy"):
+    rows = [line.split() for line in output.getvalue().splitlines()]
+    assert ["int8", "64", "1.969", "0.999980", "0.0068", "0.0197", "0.50x", "0.60x"] in rows
+    assert ["raw", "64", "1.969", "exact", "exact", "exact", "0.50x", "0.60x"] in rows
+    for words in (
+        "error to f32",
+        "against float32 K/V",
+        "48 of 50 tokens hit",
+        "blocks of 64",
+        "3 blocks, 6 MiB",
+        "1.969",
+        "no, lossy",
+    ):
         assert words in output.getvalue()
+
+
+def test_lossless_is_what_comes_back_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """raw has an error to float32, since bf16 has; what says that it is lossless is its own input."""
+    monkeypatch.setattr(bench_codecs, "BUFFER_BYTES", 2 << 20)
+    by_codec = bench_codecs.measure(0.0, dims=(64,))
+    for name, by_dim in by_codec.items():
+        figures = by_dim["64"]
+        assert 0 < figures["relative_error"] < 1
+        for key in ("same_values", "same_values_outliers"):
+            assert (figures[key] == 1.0) == (name == "raw"), (name, key)
 
 
 def test_what_does_not_fit_is_no_figure() -> None:
@@ -67,24 +95,50 @@ def test_a_server_that_does_not_start_is_named() -> None:
         pytest.fail("it started")
 
 
-def test_interrupting_it_is_quiet_and_leaves_no_server() -> None:
+SHORTER = """
+import sys
+from hypercache.cli import bench_codecs, benchmark, main
+bench_codecs.BUFFER_BYTES, benchmark.CODEC_SECONDS = 2 << 20, 0.0
+sys.exit(main.main(["benchmark"]))
+"""
+
+
+@pytest.mark.parametrize("phase", ["starting", "three clients"])
+def test_interrupting_it_is_quiet_and_leaves_no_server(phase: str) -> None:
+    """As a terminal does it: Ctrl-C goes to the benchmark and to its server at once."""
     process = subprocess.Popen(
-        [sys.executable, "-m", "hypercache.cli.main", "benchmark"],
+        [sys.executable, "-c", SHORTER],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
+        start_new_session=True,
     )
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
     while "serve" not in _command_of(found := children.read_text(encoding="utf-8").split()):
         assert process.poll() is None
         time.sleep(0.01)
-    time.sleep(0.3)  # the parent comes back from the fork and waits for the ready line, or is further on
-    process.send_signal(signal.SIGINT)
+    if phase == "starting":
+        time.sleep(0.3)  # the parent comes back from the fork and waits for the ready line, or is further on
+    else:
+        while _connections(int(found[0])) < len(bench_live.LIVE_CODECS):
+            assert process.poll() is None
+            time.sleep(0.01)
+        time.sleep(0.3)
+    os.killpg(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=60)
-    assert (process.returncode, out) == (130, "")
-    assert "Traceback" not in err
+    assert (process.returncode, out, err) == (130, "", "")
     with pytest.raises(ProcessLookupError):
         os.kill(int(found[0]), 0)
+
+
+def _connections(pid: int) -> int:
+    """TCP connections of a process (state 01 in proc(5)'s net/tcp)."""
+    try:
+        links = {str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()}
+    except OSError:
+        return 0
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text(encoding="utf-8").splitlines()[1:]]
+    return sum(row[3] == "01" and f"socket:[{row[9]}]" in links for row in rows)
 
 
 def _command_of(pids: list[str]) -> list[str]:

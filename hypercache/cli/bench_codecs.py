@@ -35,7 +35,9 @@ def measure(
 
     ratio: bf16 bytes / encoded bytes.
     cosine, relative_error: of decoded bf16 K/V against float32 ones, Gaussian; the error is the L2 norm of
-        the difference / that of the truth. cosine_outliers, relative_error_outliers: with outlier channels.
+        the difference / that of the truth, so rounding the input to bf16 is in it, which is all of it for a
+        lossless codec. cosine_outliers, relative_error_outliers: with outlier channels.
+    same_values, same_values_outliers: share of the bf16 values that come back bit for bit; 1 is lossless.
     encode_gbps, decode_gbps, memcpy_gbps: 1e9 bf16 bytes per second.
     encode_to_memcpy, decode_to_memcpy: ratios of those.
     """
@@ -49,8 +51,9 @@ def measure(
             codec = codecs.get(name)
             codecs.warm(codec, [layout])
             figures = {"ratio": layout.chunk_nbytes(TOKENS) / codec.chunk_nbytes(layout, TOKENS)}
-            figures["cosine"], figures["relative_error"] = _error(codec, layout, gauss)
-            figures["cosine_outliers"], figures["relative_error_outliers"] = _error(codec, layout, outliers)
+            for suffix, data in (("", gauss), ("_outliers", outliers)):
+                found = _error(codec, layout, data)
+                figures |= {f"{key}{suffix}": value for key, value in found.items()}
             figures |= _speed(codec, layout, gauss, share)
             result[name][str(dim)] = figures
     return result
@@ -72,7 +75,7 @@ def _to_bf16(x: F32) -> U16:
     return ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
 
 
-def _error(codec: Codec, layout: KVLayout, truth: F32) -> tuple[float, float]:
+def _error(codec: Codec, layout: KVLayout, truth: F32) -> dict[str, float]:
     parts = list(_to_bf16(truth))
     chunks = np.empty((truth.shape[2] // TOKENS, codec.chunk_nbytes(layout, TOKENS)), np.uint8)
     codec.encode(layout, parts, chunks)
@@ -80,7 +83,11 @@ def _error(codec: Codec, layout: KVLayout, truth: F32) -> tuple[float, float]:
     codec.decode(layout, chunks, back)
     a = truth.astype(np.float64).ravel()
     b = (np.stack(back).astype(np.uint32) << 16).view(np.float32).astype(np.float64).ravel()
-    return float(a @ b / np.sqrt((a @ a) * (b @ b))), float(np.linalg.norm(a - b) / np.linalg.norm(a))
+    return {
+        "cosine": float(a @ b / np.sqrt((a @ a) * (b @ b))),
+        "relative_error": float(np.linalg.norm(a - b) / np.linalg.norm(a)),
+        "same_values": float(np.mean(np.stack(parts) == np.stack(back))),
+    }
 
 
 def _speed(codec: Codec, layout: KVLayout, gauss: F32, seconds: float) -> dict[str, float]:
