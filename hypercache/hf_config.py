@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from hypercache import hf_types
 from hypercache.errors import SpecError
 from hypercache.identity import Value, canonical, commit
 from hypercache.model import KVDtype, KVLayout, LayerGroup, Part, RopeSpec
@@ -31,30 +32,14 @@ def _words(text: str) -> frozenset[str]:
     return frozenset(text.split())
 
 
-# Layers that keep a recurrent state have no K/V per token: configurations that name such parts are refused.
-_RECURRENT = _words("attn_layer_period block_types layers_block_type hybrid_override_pattern state_size")
-_RECURRENT_PREFIXES = ("mamba_", "ssm_", "linear_")
+# Entries that tell of layers which keep something else, or more, than K/V per token: recurrent states,
+# missing or linear attention, K/V of an image, an indexer's keys. Refused whatever the model type says.
+_NOT_PLAIN = _words(
+    """attn_layer_period attn_type_list block_configs block_types cross_attention_layers
+    hybrid_override_pattern index_topk layers_block_type state_size"""
+)
+_RECURRENT_PREFIXES = ("conv_", "mamba_", "ssm_", "linear_")
 
-# Model types whose positions are learned or ALiBi: nothing is rotated.
-_NO_ROPE = _words("gpt2 gpt_bigcode gpt_neo opt bloom mpt xglm biogpt")
-# Model types whose cached keys pair neighbours (2i, 2i+1), by transformers' modelling code.
-_INTERLEAVED = _words(
-    "gptj codegen cohere cohere2 cohere2_moe deepseek_v2 ernie4_5 ernie4_5_moe glm glm4 "
-    "helium llama4_text chatglm"
-)
-# Model types whose config.json may leave theta out: transformers' default is 10000 for each of these.
-_THETA_10000 = _words(
-    "llama mistral gpt_neox gptj codegen phi phi3 falcon qwen2 gemma gemma2 stablelm persimmon "
-    "deepseek_v2 deepseek_v3"
-)
-_PARTIAL = dict.fromkeys(("phi", "persimmon", "glm", "glm4", "glm4_moe"), 0.5) | {
-    "gpt_neox": 0.25,
-    "stablelm": 0.25,
-}
-_PATTERN = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
-# Model types where a window without ``layer_types`` holds in every layer.
-_ALL_SLIDING = _words("mistral mixtral ministral ministral3 phi3 starcoder2 qwen2 qwen2_moe qwen3 qwen3_moe")
-_ROTATE_ONLY_SLIDING = _words("cohere2 cohere2_moe exaone4")
 _ROPE_ALIAS = {"su": "longrope"}
 
 # Keys that layer_groups turns into fields of a LayerGroup.
@@ -124,17 +109,27 @@ def numerics(config: Config) -> bytes:
     return commit("hypercache.numerics.v1", fields)
 
 
-def layer_groups(config: Config, dtype: KVDtype | None) -> tuple[LayerGroup, ...]:
+def layer_groups(
+    config: Config, dtype: KVDtype | None, *, assume_standard: bool = False
+) -> tuple[LayerGroup, ...]:
     """The model's layers that keep K/V, grouped by cache shape, rotary setting and window.
+
+    Model types that :mod:`hypercache.hf_types` does not know are refused unless ``assume_standard``.
 
     Layers that reuse an earlier layer's K/V (``num_kv_shared_layers``, always the last ones) have none.
     MLA's rope part is described as transformers caches it: half-split for DeepSeek-V3, interleaved for
     DeepSeek-V2. An engine that caches it otherwise replaces ``RopeSpec.interleaved``.
     """
+    wrappers: list[Config] = []
     text = config
     while (nested := _nested(text)) is not None:
+        wrappers.append(text)
         text = nested
     _refuse_unsupported(config, text)
+    if not assume_standard:
+        for wrapper in wrappers:
+            _refuse_unknown(wrapper, hf_types.WRAPPERS)
+        _refuse_unknown(text, hf_types.PLAIN if wrappers else hf_types.PLAIN | hf_types.FLAT)
     dtype = dtype if dtype is not None else _dtype(text, config)
     total = _int(text, _LAYERS)
     kinds = _layer_types(text, total)
@@ -210,11 +205,26 @@ def _refuse_unsupported(config: Config, text: Config) -> None:
     if config.get("is_encoder_decoder") or text.get("is_encoder_decoder"):
         raise SpecError(f"{_where(text)}: 'is_encoder_decoder' is set; only decoder-only models are cached")
     for key, item in text.items():
-        if item and (key in _RECURRENT or str(key).startswith(_RECURRENT_PREFIXES)):
+        if item and (key in _NOT_PLAIN or str(key).startswith(_RECURRENT_PREFIXES)):
             raise SpecError(
-                f"{_where(text)}: {key!r} tells of layers that keep a recurrent state instead of K/V "
-                "per token; such models cannot be cached by blocks"
+                f"{_where(text)}: {key!r} tells of layers that keep something else than K/V per token "
+                "(a recurrent state, an image's K/V, an index); such models cannot be cached by blocks"
             )
+    # An image's tokens may see each other: they are one unit of content.
+    if text.get("use_bidirectional_attention") not in (None, False, "vision"):
+        raise SpecError(
+            f"{_where(text)}: 'use_bidirectional_attention' makes K/V depend on the tokens that follow; "
+            "only causal models are cached"
+        )
+
+
+def _refuse_unknown(part: Config, known: frozenset[str]) -> None:
+    if str(part.get("model_type")) not in known:
+        raise SpecError(
+            f"{_where(part)}: this model_type's cache is not known to be keys and values after RoPE in each "
+            "layer. If it is, pass assume_standard=True to from_hf_config; else build the ModelSpec by hand, "
+            "one LayerGroup per kind of layer, if each layer keeps K/V per token at all"
+        )
 
 
 def _dtype(text: Config, config: Config) -> KVDtype:
@@ -289,11 +299,13 @@ def _layer_types(text: Config, total: int) -> list[str]:
     if not text.get("sliding_window") or text.get("use_sliding_window") is False:
         return ["full_attention"] * total
     model = text.get("model_type")
-    period = _first(text, ("sliding_window_pattern", "_sliding_window_pattern")) or _PATTERN.get(str(model))
+    period = _first(text, ("sliding_window_pattern", "_sliding_window_pattern")) or hf_types.PATTERN.get(
+        str(model)
+    )
     if period is not None:
         every = _int({**text, "sliding_window_pattern": period}, ("sliding_window_pattern",))
         return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(total)]
-    if model not in _ALL_SLIDING:
+    if model not in hf_types.ALL_SLIDING:
         raise SpecError(
             f"{_where(text)} has 'sliding_window' but no 'layer_types': it must say which layers it holds for"
         )
@@ -323,7 +335,7 @@ def _rope(text: Config, kind: str, layer: int, key_dim: int, *, mla: bool) -> Ro
     theta = _first(params, ("rope_theta",))
     if theta is None:
         theta = _first(text, ("rope_theta", "rotary_emb_base"))
-    if theta is None and model in _THETA_10000:
+    if theta is None and model in hf_types.THETA_10000:
         theta = 10000.0
     if theta is None:
         raise SpecError(f"{_where(text)} lacks 'rope_theta' (or 'rope_parameters'); add it to the config")
@@ -332,7 +344,9 @@ def _rope(text: Config, kind: str, layer: int, key_dim: int, *, mla: bool) -> Ro
     factor = _first(params, ("partial_rotary_factor",))
     if factor is None:
         factor = _first(text, ("partial_rotary_factor", "rotary_pct"))
-    share = _number(text, "partial_rotary_factor", _PARTIAL.get(model, 1.0) if factor is None else factor)
+    share = _number(
+        text, "partial_rotary_factor", hf_types.PARTIAL.get(model, 1.0) if factor is None else factor
+    )
     scaling = {
         key: item
         for key, item in params.items()
@@ -354,17 +368,17 @@ def _rope(text: Config, kind: str, layer: int, key_dim: int, *, mla: bool) -> Ro
         kind=rope_type,
         theta=_number(text, "rope_theta", theta),
         rotary_dim=dim,
-        interleaved=model in _INTERLEAVED,
+        interleaved=model in hf_types.INTERLEAVED,
         scaling=tuple((key, _hashable(scaling[key])) for key in sorted(scaling)),
     )
 
 
 def _unrotated(text: Config, model: str, kind: str, layer: int) -> bool:
-    if text.get("alibi") or model in _NO_ROPE:
+    if text.get("alibi") or model in hf_types.NO_ROPE:
         return True
     if text.get("position_embedding_type") in ("absolute", "learned", "alibi", "nope"):
         return True
-    if model in _ROTATE_ONLY_SLIDING and text.get("sliding_window") and kind == "full_attention":
+    if model in hf_types.ROTATE_ONLY_SLIDING and text.get("sliding_window") and kind == "full_attention":
         return True
     rotated = text.get("no_rope_layers")  # despite its name, 1 marks a layer that is rotated
     if isinstance(rotated, (list, tuple)) and rotated:

@@ -13,15 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from hypercache.checks import count, tuple_of, typed
 from hypercache.errors import SpecError
 from hypercache.identity import Value, canonical, commit
-
-
-def _count(what: str, value: object, least: int) -> int:
-    """``value`` as a plain int, so that a NumPy 8 and an 8 have one identity; SpecError for anything else."""
-    if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least:
-        raise SpecError(f"{what} must be an integer >= {least}, got {value!r}")
-    return int(value)
 
 
 class KVDtype(enum.Enum):
@@ -32,6 +26,20 @@ class KVDtype(enum.Enum):
     FP32 = "fp32"
     FP8_E4M3 = "fp8_e4m3"
     FP8_E5M2 = "fp8_e5m2"
+
+    @classmethod
+    def of(cls, name: object) -> KVDtype:
+        """The dtype that ``name`` names: "bf16", "bfloat16", ``torch.bfloat16``, ``np.float16``, ...
+
+        Raises SpecError, listing the names, for anything else: also for "fp8", which could be either.
+        """
+        if isinstance(name, KVDtype):
+            return name
+        word = str(name).removeprefix("<class '").removesuffix("'>").rpartition(".")[2].lower()
+        found = None if isinstance(name, bytes) else _NAMES.get(word)
+        if found is None:
+            raise SpecError(f"{name!r} names no K/V dtype; use one of {', '.join(_NAMES)}")
+        return cls(found)
 
     @property
     def storage(self) -> np.dtype[Any]:
@@ -47,6 +55,13 @@ class KVDtype(enum.Enum):
         return self in (KVDtype.FP8_E4M3, KVDtype.FP8_E5M2)
 
 
+_NAMES = {
+    **dict.fromkeys(("bf16", "bfloat16"), "bf16"),
+    **dict.fromkeys(("fp16", "float16", "half"), "fp16"),
+    **dict.fromkeys(("fp32", "float32", "float"), "fp32"),
+    **dict.fromkeys(("fp8_e4m3", "float8_e4m3fn"), "fp8_e4m3"),
+    **dict.fromkeys(("fp8_e5m2", "float8_e5m2"), "fp8_e5m2"),
+}
 _STORAGE = {"bf16": "<u2", "fp16": "<f2", "fp32": "<f4", "fp8_e4m3": "u1", "fp8_e5m2": "u1"}
 
 
@@ -69,10 +84,21 @@ class RopeSpec:
 
     def __post_init__(self) -> None:
         _set = object.__setattr__
-        _set(self, "rotary_dim", _count("RopeSpec.rotary_dim", self.rotary_dim, 0))
-        _set(self, "scaling", tuple(sorted(self.scaling)))
+        _set(self, "rotary_dim", count("RopeSpec.rotary_dim", self.rotary_dim, 0))
+        typed("RopeSpec.kind", self.kind, str, "give the config's rope_type, or 'none'")
+        typed("RopeSpec.interleaved", self.interleaved, (bool, np.bool_))
+        try:
+            scaling = dict(self.scaling)
+            canonical(scaling)
+            _set(self, "scaling", tuple(sorted(scaling.items())))
+        except (TypeError, ValueError):
+            raise SpecError(
+                "RopeSpec.scaling must be pairs of a name and a number, string or sequence, "
+                f"got {self.scaling!r}"
+            ) from None
         if self.kind == "none":
             return
+        typed("RopeSpec.theta", self.theta, (int, float, np.integer, np.floating))
         if not self.kind:
             raise SpecError("RopeSpec.kind is empty; use 'none' for a model without rotary embedding")
         if self.rotary_dim < 2 or self.rotary_dim % 2:
@@ -100,7 +126,8 @@ class Part:
     dim: int
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "dim", _count(f"KVLayout part {self.name!r}: dim", self.dim, 1))
+        typed("Part.name", self.name, str)
+        object.__setattr__(self, "dim", count(f"KVLayout part {self.name!r}: dim", self.dim, 1))
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,12 +146,16 @@ class KVLayout:
     dtype: KVDtype
 
     def __post_init__(self) -> None:
+        typed("KVLayout.kind", self.kind, str, "use 'split' or 'mla'")
+        remedy = "for example (Part('k', 128), Part('v', 128))"
+        object.__setattr__(self, "parts", tuple_of("KVLayout.parts", self.parts, Part, remedy))
+        typed("KVLayout.dtype", self.dtype, KVDtype, "use KVDtype.of(name), for example KVDtype.of('bf16')")
         want = {"split": ("k", "v"), "mla": ("latent", "rope")}.get(self.kind)
         if want is None:
             raise SpecError(f"KVLayout.kind={self.kind!r} is unknown; use 'split' or 'mla'")
         if tuple(part.name for part in self.parts) != want:
             raise SpecError(f"KVLayout {self.kind!r} needs parts {want}, got {[p.name for p in self.parts]}")
-        object.__setattr__(self, "heads", _count("KVLayout.heads", self.heads, 1))
+        object.__setattr__(self, "heads", count("KVLayout.heads", self.heads, 1))
         if self.kind == "mla" and self.heads != 1:
             raise SpecError(f"KVLayout 'mla' has exactly one latent head, got {self.heads}")
 
@@ -154,6 +185,9 @@ class KVLayout:
         }
 
 
+_DIGEST = "bytes.fromhex(...) of a hex digest, or hypercache.engines.weights.{}_fingerprint(path)"
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """A LoRA or other adapter. ``digest`` of its content is the identity; ``name`` is a label."""
@@ -162,6 +196,8 @@ class Adapter:
     digest: bytes
 
     def __post_init__(self) -> None:
+        typed("Adapter.name", self.name, str)
+        typed("Adapter.digest", self.digest, bytes, _DIGEST.format("adapter"))
         if len(self.digest) < 16:
             raise SpecError(
                 f"adapter {self.name!r} needs a content digest of >= 16 bytes, got {len(self.digest)}: "
@@ -183,8 +219,12 @@ class LayerGroup:
     window: int | None = None
 
     def __post_init__(self) -> None:
+        layers = tuple_of("LayerGroup.layers", self.layers, (int, np.integer), "give the layers' numbers")
+        object.__setattr__(self, "layers", tuple(map(int, layers)))
+        typed("LayerGroup.layout", self.layout, KVLayout)
+        typed("LayerGroup.rope", self.rope, RopeSpec, "RopeSpec('none', 0.0, 0) for keys without rotation")
         if self.window is not None:
-            object.__setattr__(self, "window", _count("LayerGroup.window", self.window, 1))
+            object.__setattr__(self, "window", count("LayerGroup.window", self.window, 1))
         keys = self.layout.parts[-1 if self.layout.kind == "mla" else 0]
         if self.rope.kind != "none" and self.rope.rotary_dim > keys.dim:
             raise SpecError(
@@ -218,8 +258,14 @@ class ModelSpec:
     name: str = field(default="", compare=False)
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "tp_size", _count(f"model {self.name!r}: tp_size", self.tp_size, 1))
-        object.__setattr__(self, "tp_rank", _count(f"model {self.name!r}: tp_rank", self.tp_rank, 0))
+        typed("ModelSpec.name", self.name, str)
+        typed("ModelSpec.weights", self.weights, bytes, _DIGEST.format("weights"))
+        typed("ModelSpec.numerics", self.numerics, bytes, "b'' or a digest; from_hf_config fills it")
+        typed("ModelSpec.adapter", self.adapter, (Adapter, type(None)), "Adapter(name, digest)")
+        groups = tuple_of("ModelSpec.groups", self.groups, LayerGroup, "LayerGroup(layers, layout, rope)")
+        object.__setattr__(self, "groups", groups)
+        object.__setattr__(self, "tp_size", count(f"model {self.name!r}: tp_size", self.tp_size, 1))
+        object.__setattr__(self, "tp_rank", count(f"model {self.name!r}: tp_rank", self.tp_rank, 0))
         if len(self.weights) < 16:
             raise SpecError(
                 f"model {self.name!r}: the weights fingerprint must have >= 16 bytes, "
@@ -239,6 +285,14 @@ class ModelSpec:
                 f"(fp8: {fp8}, scales given: {self.kv_scales is not None}); a missing scale is not 1.0"
             )
         if self.kv_scales is not None:
+            pairs = tuple_of(
+                "ModelSpec.kv_scales", self.kv_scales, (tuple, list), "(k_scale, v_scale) a layer"
+            )
+            numbers = (int, float, np.integer, np.floating)
+            scales = tuple(
+                tuple_of(f"ModelSpec.kv_scales[{i}]", pair, numbers) for i, pair in enumerate(pairs)
+            )
+            object.__setattr__(self, "kv_scales", scales)
             if len(self.kv_scales) != len(seen):
                 raise SpecError(
                     f"model {self.name!r}: {len(self.kv_scales)} kv_scales for {len(seen)} layers"
@@ -303,6 +357,31 @@ class ModelSpec:
             "numerics": self.numerics,
         }
 
+    def differences(self, other: ModelSpec) -> str:
+        """For messages: which fields of ``other`` differ, as "field: own value, other's value; ..."."""
+        mine, theirs = self.fields(), other.fields()
+        found = []
+        for key in mine:
+            if mine[key] == theirs[key]:
+                continue
+            if key != "layers":
+                found.append(f"{key}: {_shown(mine[key])}, {_shown(theirs[key])}")
+            elif self.num_layers != other.num_layers:
+                found.append(f"layers: {self.num_layers}, {other.num_layers}")
+            else:
+                found += self._layer_differences(other)
+        return "; ".join(found)
+
+    def _layer_differences(self, other: ModelSpec) -> list[str]:
+        """Those of the first layer that differs."""
+        for layer in range(self.num_layers):
+            mine, theirs = (_flat(spec.group_of(layer).fields()) for spec in (self, other))
+            differing = [key for key in mine | theirs if mine.get(key) != theirs.get(key)]
+            if differing:
+                shown = [f"{key}: {_shown(mine.get(key))}, {_shown(theirs.get(key))}" for key in differing]
+                return [f"layer {layer} {one}" for one in shown]
+        return []
+
     def fingerprint(self) -> bytes:
         """32 bytes that commit to every field but ``name``, tagged and length-prefixed."""
         return commit("hypercache.model.v1", self.fields())
@@ -313,16 +392,20 @@ class ModelSpec:
         config: Mapping[str, Any] | Any,
         *,
         weights: bytes,
-        dtype: KVDtype | None = None,
+        dtype: KVDtype | Any = None,
         tp_rank: int = 0,
         tp_size: int = 1,
         adapter: Adapter | None = None,
         kv_scales: tuple[tuple[float, float], ...] | None = None,
         name: str | None = None,
+        assume_standard: bool = False,
     ) -> ModelSpec:
         """Build from a Hugging Face config: an object with ``to_dict``, or a mapping as in ``config.json``.
 
-        dtype: element type of the engine's K/V; None takes the config's ``dtype`` / ``torch_dtype``.
+        dtype: element type of the engine's K/V, a KVDtype or what :meth:`KVDtype.of` takes; None takes the
+            config's ``dtype`` / ``torch_dtype``.
+        assume_standard: the caller knows that a model whose ``model_type`` is unknown here keeps plain keys
+            and values after RoPE in every layer. Wrong K/V are served if that is not so.
         name: label; None takes the config's own. What is read, and what is no part of the identity, is
         told in :mod:`hypercache.hf_config`. Raises SpecError, naming the key, for a config that is unknown
         or says too little.
@@ -332,7 +415,9 @@ class ModelSpec:
         raw = hf_config.as_mapping(config)
         return cls(
             weights=weights,
-            groups=hf_config.layer_groups(raw, dtype),
+            groups=hf_config.layer_groups(
+                raw, None if dtype is None else KVDtype.of(dtype), assume_standard=assume_standard
+            ),
             tp_rank=tp_rank,
             tp_size=tp_size,
             adapter=adapter,
@@ -340,3 +425,17 @@ class ModelSpec:
             numerics=hf_config.numerics(raw),
             name=hf_config.label(raw) if name is None else name,
         )
+
+
+def _flat(fields: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+    for key, item in fields.items():
+        flat |= _flat(item, f"{prefix}{key}.") if isinstance(item, Mapping) else {prefix + key: item}
+    return flat
+
+
+def _shown(value: object) -> str:
+    if isinstance(value, bytes):
+        return f"{value[:8].hex()}..." if len(value) > 8 else value.hex() or "none"
+    text = str(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."

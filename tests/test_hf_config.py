@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from hypercache.errors import SpecError
@@ -21,7 +22,7 @@ def build(config: Any, **given: Any) -> ModelSpec:
     return ModelSpec.from_hf_config(config, weights=W, **({"dtype": KVDtype.BF16} | given))
 
 
-def summary(config: Any) -> list[tuple[Any, ...]]:
+def summary(config: Any, **given: Any) -> list[tuple[Any, ...]]:
     """(number of layers, KV heads, dims, rope kind, theta, rotary dims, window) of each group."""
     return [
         (
@@ -33,7 +34,7 @@ def summary(config: Any) -> list[tuple[Any, ...]]:
             group.rope.rotary_dim,
             group.window,
         )
-        for group in build(config).groups
+        for group in build(config, **given).groups
     ]
 
 
@@ -254,7 +255,8 @@ def test_scaling_parameters_are_kept_by_name() -> None:
     ],
 )
 def test_geometries(config: Config, groups: list[tuple[Any, ...]]) -> None:
-    assert summary(config) == groups
+    unlisted = config["model_type"] in ("mimo", "gemma3n_text", "openelm")
+    assert summary(config, assume_standard=unlisted) == groups
 
 
 def test_gpt_names_of_the_same_things() -> None:
@@ -284,7 +286,9 @@ def test_multimodal_configs_are_read_through() -> None:
     resized = whole | {"vision_config": vision | {"image_size": 448}}
     assert build(resized).fingerprint() != build(whole).fingerprint()
     omni = {"model_type": "omni", "thinker_config": {"text_config": text}}
-    assert summary(omni) == summary(GEMMA_5)
+    assert summary(omni, assume_standard=True) == summary(GEMMA_5)
+    with pytest.raises(SpecError, match=r"'omni'.*assume_standard=True"):
+        build(omni)  # what stands around the decoder counts too
 
 
 def test_config_objects_and_labels() -> None:
@@ -444,7 +448,7 @@ def without(config: Config, *keys: str) -> Config:
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({}, "lacks 'num_hidden_layers'"),
+        ({"model_type": "llama"}, "lacks 'num_hidden_layers'"),
         (without(LLAMA_5, "num_hidden_layers"), "lacks 'num_hidden_layers'"),
         (without(LLAMA_5, "num_attention_heads"), "lacks 'num_attention_heads'"),
         (without(LLAMA_4, "hidden_size"), "lacks 'hidden_size'"),
@@ -453,7 +457,7 @@ def without(config: Config, *keys: str) -> Config:
         (LLAMA_5 | {"num_key_value_heads": 0}, "'num_key_value_heads' must be an integer >= 1"),
         (LLAMA_5 | {"head_dim": "64"}, "'head_dim' must be an integer >= 1, got '64'"),
         (LLAMA_5 | {"head_dim": [64, 64]}, "'head_dim' has 2 entries for 4 layers"),
-        (base("unknown"), "lacks 'rope_theta'"),
+        (base("qwen3"), "lacks 'rope_theta'"),
         (LLAMA_5 | {"rope_parameters": {"rope_theta": "big"}}, "'rope_theta' must be a number, got 'big'"),
         (LLAMA_5 | {"rope_parameters": [1]}, "'rope_parameters' must be a mapping, got list"),
         (
@@ -466,7 +470,7 @@ def without(config: Config, *keys: str) -> Config:
             "'layer_types' has 'linear_attention'; known are",
         ),
         (without(GEMMA_5, "sliding_window"), "lacks 'sliding_window'"),
-        (base("unknown", rope_theta=1e4, sliding_window=64), "'sliding_window' but no 'layer_types'"),
+        (base("olmo3", rope_theta=1e4, sliding_window=64), "'sliding_window' but no 'layer_types'"),
         (without(DEEPSEEK_5, "qk_rope_head_dim"), "lacks 'qk_rope_head_dim'"),
         (base("jamba", attn_layer_period=8), "'attn_layer_period' tells of layers that"),
         (base("bamba", mamba_d_state=128), "'mamba_d_state' tells of"),
@@ -481,6 +485,87 @@ def without(config: Config, *keys: str) -> Config:
 def test_refusals_name_the_key(config: Config, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         build(config)
+
+
+# What these types keep beside, or instead of, K/V per token, as their configurations tell it.
+NOT_PLAIN: dict[str, Config] = {
+    "lfm2": {"conv_L_cache": 3, "layer_types": ["conv", FULL, "conv", FULL]},
+    "minimax_text_01": {"attn_type_list": [0, 0, 0, 1]},
+    "minimax": {"layer_types": ["linear_attention", FULL] * 2},
+    "nemotron-nas": {"block_configs": [{"attention": {"no_op": True}}] * 4},
+    "mllama_text_model": {"cross_attention_layers": [3]},
+    "deepseek_v32": {"index_topk": 2048, "index_n_heads": 64, "index_head_dim": 128},
+    "mamba": {"state_size": 16, "conv_kernel": 4},
+}
+
+
+@pytest.mark.parametrize(
+    "model_type", [*NOT_PLAIN, "longcat_flash", "rwkv", "of_next_year", "", None, 7, ["llama"]]
+)
+def test_only_types_whose_cache_is_known_are_taken(model_type: Any) -> None:
+    config = LLAMA_5 | {"model_type": model_type}  # with all of Llama's keys
+    for given in (
+        config,
+        {"model_type": "llava", "text_config": config},
+        {"model_type": model_type} | config,
+    ):
+        with pytest.raises(SpecError, match=r"model_type.*pass assume_standard=True.*ModelSpec by hand"):
+            build(given)
+    with pytest.raises(SpecError, match=r"pass assume_standard=True"):
+        build(without(LLAMA_5, "model_type"))
+    with pytest.raises(SpecError, match=r"pass assume_standard=True"):
+        build({"model_type": model_type, "text_config": LLAMA_5})
+    # Only who knows the model can say so; the identity is no other for that.
+    assert summary(config, assume_standard=True) == summary(LLAMA_5)
+    assert build(LLAMA_5, assume_standard=True).fingerprint() == build(LLAMA_5).fingerprint()
+
+
+@pytest.mark.parametrize("model_type", NOT_PLAIN)
+def test_entries_of_other_caches_are_refused_whatever_the_type_says(model_type: str) -> None:
+    for given, assume in ((model_type, True), ("llama", False)):
+        with pytest.raises(SpecError, match=r"something else than K/V per token|'layer_types' has"):
+            build(LLAMA_5 | NOT_PLAIN[model_type] | {"model_type": given}, assume_standard=assume)
+
+
+def test_keys_that_depend_on_later_tokens_are_refused() -> None:
+    for value in (True, "all"):
+        with pytest.raises(SpecError, match=r"'use_bidirectional_attention'.*only causal"):
+            build(GEMMA_5 | {"use_bidirectional_attention": value})
+    for value in (False, None, "vision"):
+        build(GEMMA_5 | {"use_bidirectional_attention": value})
+
+
+@pytest.mark.parametrize(
+    ("given", "dtype"),
+    [
+        ("bf16", KVDtype.BF16),
+        ("bfloat16", KVDtype.BF16),
+        ("torch.bfloat16", KVDtype.BF16),
+        ("half", KVDtype.FP16),
+        ("FP16", KVDtype.FP16),
+        (np.float16, KVDtype.FP16),
+        (np.dtype("float32"), KVDtype.FP32),
+        ("fp8_e4m3", KVDtype.FP8_E4M3),
+        ("torch.float8_e4m3fn", KVDtype.FP8_E4M3),
+        ("float8_e5m2", KVDtype.FP8_E5M2),
+    ],
+    ids=str,
+)
+def test_the_callers_dtype_may_be_any_name_of_one(given: Any, dtype: KVDtype) -> None:
+    scales = ((1.0, 1.0),) * 4 if dtype.is_fp8 else None
+    assert build(LLAMA_5, dtype=given, kv_scales=scales).layout(0).dtype is dtype
+
+
+def test_the_callers_dtype_may_be_torchs() -> None:
+    torch = pytest.importorskip("torch", reason="torch is an extra")
+    for given, dtype in ((torch.bfloat16, KVDtype.BF16), (torch.float16, KVDtype.FP16)):
+        assert build(LLAMA_5, dtype=given).layout(0).dtype is dtype
+
+
+@pytest.mark.parametrize("given", ["fp8", "int8", "auto", "float64", "", 16, b"bf16", object()], ids=repr)
+def test_a_dtype_that_names_none_is_refused(given: Any) -> None:
+    with pytest.raises(SpecError, match=r"names no K/V dtype; use one of .*bf16.*fp8_e4m3"):
+        build(LLAMA_5, dtype=given)
 
 
 @pytest.mark.parametrize("given", [None, "float8_e4m3fn", "int8", "auto"])

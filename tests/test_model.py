@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from hypercache.errors import SpecError
+from hypercache.identity import encode
 from hypercache.model import Adapter, KVDtype, KVLayout, LayerGroup, ModelSpec, Part, RopeSpec
 
 
@@ -286,3 +287,83 @@ FP8 = LayerGroup((0,), split(2, 8, dtype=KVDtype.FP8_E4M3), ROPE)
 def test_bad_specs_name_what_is_wrong(build: Any, message: str) -> None:
     with pytest.raises(SpecError, match=message):
         build()
+
+
+# --- wrong types -------------------------------------------------------------------------------------
+
+ROPE = RopeSpec("default", 1e4, 8)
+LAYOUT = KVLayout("split", 2, (Part("k", 8), Part("v", 8)), KVDtype.FP32)
+TWO = LayerGroup((0, 1), LAYOUT, ROPE)
+WHOLE: dict[type, dict[str, Any]] = {
+    RopeSpec: {"kind": "default", "theta": 1e4, "rotary_dim": 8, "interleaved": False, "scaling": ()},
+    Part: {"name": "k", "dim": 8},
+    KVLayout: {"kind": "split", "heads": 2, "parts": LAYOUT.parts, "dtype": KVDtype.FP32},
+    Adapter: {"name": "x", "digest": b"a" * 32},
+    LayerGroup: {"layers": (0, 1), "layout": LAYOUT, "rope": ROPE, "window": None},
+    ModelSpec: {
+        "weights": b"w" * 32,
+        "groups": (TWO,),
+        "tp_rank": 0,
+        "tp_size": 1,
+        "adapter": None,
+        "kv_scales": None,
+        "numerics": b"",
+        "name": "",
+    },
+}
+WRONG: tuple[Any, ...] = ("x" * 32, 1.5, True, None, [None], b"x" * 32, {"a": object()}, object())
+
+
+@pytest.mark.parametrize("kind", WHOLE, ids=lambda kind: kind.__name__)
+def test_a_field_of_another_type_is_refused_by_name(kind: type) -> None:
+    refused = 0
+    for name in WHOLE[kind]:
+        for value in WRONG:
+            try:
+                made = kind(**WHOLE[kind] | {name: value})
+            except SpecError as error:
+                refused += 1
+                assert name in str(error), (name, value)
+            else:  # then it is a value that means something, to the last byte
+                hash(made)
+                for part in (made, *getattr(made, "groups", ())):
+                    if hasattr(part, "fields"):
+                        encode(part.fields())
+                assert type(value) is type(WHOLE[kind][name]) or value is None or name == "theta", (
+                    name,
+                    value,
+                )
+    assert refused >= 5 * len(WHOLE[kind])
+
+
+def test_the_remedy_for_a_digest_or_dtype_in_letters() -> None:
+    hexed = "ab" * 32
+    for field in ({"weights": hexed}, {"numerics": hexed}, {"adapter": hexed}):
+        with pytest.raises(SpecError, match=rf"ModelSpec\.{next(iter(field))} must be .*, got str") as raised:
+            ModelSpec(**WHOLE[ModelSpec] | field)
+        assert hexed not in str(raised.value)
+    with pytest.raises(SpecError, match=r"bytes\.fromhex.*hypercache\.engines\.weights\.weights_fingerprint"):
+        ModelSpec(**WHOLE[ModelSpec] | {"weights": hexed})
+    with pytest.raises(SpecError, match=r"Adapter\.digest.*adapter_fingerprint\(path\)"):
+        Adapter("x", hexed)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"KVLayout\.dtype must be KVDtype, got str; use KVDtype\.of"):
+        KVLayout("split", 2, LAYOUT.parts, "bf16")  # type: ignore[arg-type]
+    assert ModelSpec(b"w" * 32, [TWO]) == ModelSpec(b"w" * 32, (TWO,))  # type: ignore[arg-type]
+
+
+def test_differences_are_told_by_field() -> None:
+    one = ModelSpec(b"w" * 32, (TWO,), name="same")
+    for change, told in {
+        "weights": ({"weights": b"v" * 32}, "weights: 7777777777777777..., 7676767676767676..."),
+        "adapter": ({"adapter": Adapter("x", b"a" * 32)}, "adapter: None, 6161616161616161..."),
+        "tp": ({"tp_rank": 1, "tp_size": 2}, "tp_rank: 0, 1; tp_size: 1, 2"),
+        "numerics": ({"numerics": b"n"}, "numerics: none, 6e"),
+    }.values():
+        assert one.differences(dataclasses.replace(one, **change)) == told
+    narrow = dataclasses.replace(LAYOUT, dtype=KVDtype.BF16)
+    other = dataclasses.replace(one, groups=(LayerGroup((0,), LAYOUT, ROPE), LayerGroup((1,), narrow, ROPE)))
+    assert one.differences(other) == "layer 1 layout.dtype: fp32, bf16"
+    assert (
+        one.differences(dataclasses.replace(one, groups=(LayerGroup((0,), LAYOUT, ROPE),))) == "layers: 2, 1"
+    )
+    assert one.differences(dataclasses.replace(one, name="another name")) == ""

@@ -10,7 +10,18 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 FILES = sorted([*(ROOT / "fabrics").rglob("*.py"), *(ROOT / "hypercache").rglob("*.py")])
-PURE = ("model", "hf_config", "identity", "keys", "codecs", "protocol", "checksum", "kv")
+PURE = (
+    "model",
+    "hf_config",
+    "hf_types",
+    "identity",
+    "checks",
+    "keys",
+    "codecs",
+    "protocol",
+    "checksum",
+    "kv",
+)
 IO = {"asyncio", "socket", "ssl", "selectors", "subprocess"}
 
 
