@@ -1,20 +1,31 @@
-# The only entry points: make demo, make test, make lint, make bench, make docs, make install, make clean.
+# The only entry points: make demo, make test, make lint, make bench, make docs, make install,
+# make install-server, make clean.
 PY ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 
-.PHONY: install demo test lint bench docs clean
-
-install: $(STAMP)
+.PHONY: install install-server demo test lint bench docs clean
 
 # pip understands --group since 25.1; a fresh environment may bring an older one.
-$(STAMP): pyproject.toml
+define environment
 	@$(PY) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "HyperCache needs Python >= 3.11, $(PY) is " + sys.version.split()[0] + "; choose another: make PY=python3.12")'
 	test -x $(BIN)/python || $(PY) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade 'pip>=25.1'
+endef
+
+install: $(STAMP)
+
+# The group's pins and the extras' ranges must be resolved together: alone, the ranges bring the newest torch.
+$(STAMP): pyproject.toml
+	$(environment)
 	$(BIN)/python -m pip install --quiet --editable '.[demo]' --group dev
 	touch $@
+
+# What hypercache-serve needs: no torch, and nothing to test or lint with.
+install-server:
+	$(environment)
+	$(BIN)/python -m pip install --quiet --editable .
 
 demo: install
 	$(BIN)/hypercache demo

@@ -10,6 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tomllib
 import urllib.error
 import urllib.request
 from collections.abc import Iterator, Mapping
@@ -24,6 +25,7 @@ from hypercache import __version__, protocol
 from hypercache.keys import HASH_VERSION
 from hypercache.server.config import FIELDS
 
+ROOT = Path(__file__).parents[1]
 BIN = Path(sys.executable).parent
 CLEAN = {name: value for name, value in os.environ.items() if not name.startswith("HYPERCACHE_")}
 LOCAL = ("--listen", "tcp://127.0.0.1:0", "--admin", "127.0.0.1:0", "--memory", "16MiB")
@@ -200,6 +202,34 @@ def test_p01_wrong_settings_exit_2_with_one_line(
     done = hypercache(*command, *arguments, **environ)
     assert (done.returncode, done.stdout) == (2, "")
     assert words in one_line(done.stderr)
+
+
+def test_the_documentation_names_every_page_and_no_other_prefix() -> None:
+    page = (ROOT / "docs" / "configuration.md").read_text(encoding="utf-8")
+    with serving(*LOCAL) as server:
+        prefixes = {
+            line.removeprefix("# TYPE ").partition("_")[0] + "_"
+            for line in server.page("/metrics")[1].splitlines()
+            if line.startswith("# TYPE ")
+        }
+        status = json.loads(server.page("/status")[1])
+        for path in ("/healthz", "/readyz", "/metrics", "/status"):
+            assert f"| `{path}` |" in page
+            assert server.page(path)[0] == 200
+    assert prefixes == {"hypercache_", "process_"}
+    assert all(f"`{prefix}`" in page for prefix in prefixes)
+    assert {"store", "counters", "loop_lag"} <= set(status)
+
+
+def test_a_checkout_pins_what_the_extras_leave_open() -> None:
+    """``make install`` resolves both together: the newest torch is neither wanted nor downloaded."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
+    groups = project["dependency-groups"]
+    pins = [line for line in groups["pins"] if "==" in line]
+    assert {line.partition("==")[0] for line in pins} == {"torch", "transformers"}
+    assert {"include-group": "pins"} in groups["dev"]
+    assert not [line for line in project["project"]["optional-dependencies"]["transformers"] if "==" in line]
+    assert "--editable '.[demo]' --group dev" in (ROOT / "Makefile").read_text(encoding="utf-8")
 
 
 # --- the server's life
