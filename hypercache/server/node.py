@@ -12,6 +12,7 @@ from typing import Any
 import structlog
 
 from fabrics import Channel, Limits, Listener, fabric_for
+from fabrics.errors import AddressError
 from hypercache.server.admin import AdminServer
 from hypercache.server.config import ServerConfig
 from hypercache.server.metrics import Metrics
@@ -47,7 +48,7 @@ class Node:
         self._sessions: set[Session] = set()
         self._listeners: list[Listener] = []
         self._tasks: list[asyncio.Task[None]] = []
-        self._ready = False
+        self._ready = self._served = False
         self._admin: AdminServer | None = None
         totals = [name for name in self._store_numbers() if name.endswith("_total")]
         self.metrics.watch_store(self._store_numbers, totals=totals)
@@ -81,7 +82,10 @@ class Node:
         """Bind everything, or nothing. Raises AddressError and FabricUnavailable."""
         try:
             for uri in self.config.listen:
-                self._listeners.append(await fabric_for(uri, self._limits).listen(uri, self._accept))
+                try:
+                    self._listeners.append(await fabric_for(uri, self._limits).listen(uri, self._accept))
+                except AddressError as error:
+                    raise AddressError(f"{error} (listen, --listen)") from error
             if self._admin is not None:
                 await self._admin.start()
         except BaseException:
@@ -91,7 +95,7 @@ class Node:
             asyncio.create_task(self._sweep(), name="sweep"),
             asyncio.create_task(self.metrics.sample_lag(), name="loop lag"),
         ]
-        self._ready = True
+        self._ready = self._served = True
         self._log.info("ready", uris=list(self.uris), admin=self.admin_address, memory=self.config.memory)
 
     async def drain(self) -> None:
@@ -126,7 +130,8 @@ class Node:
         if self._admin is not None:
             await self._admin.close()
         self._store.close()
-        self._log.info("stopped")
+        if self._served:
+            self._log.info("stopped")
 
     def status(self) -> dict[str, Any]:
         """What /status shows: JSON-able, the same numbers as /metrics."""
