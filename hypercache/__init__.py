@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from hypercache.errors import HyperCacheError
     from hypercache.keys import MediaSpan, TenantKey
     from hypercache.kv import KVBuffers
-    from hypercache.model import ModelSpec
+    from hypercache.model import KVDtype, ModelSpec
 
 __version__ = "0.1.0"
 
@@ -45,7 +45,7 @@ _HOMES = {
     "hypercache.errors": ("HyperCacheError",),
     "hypercache.keys": ("MediaSpan", "TenantKey"),
     "hypercache.kv": ("KVBuffers",),
-    "hypercache.model": ("ModelSpec",),
+    "hypercache.model": ("KVDtype", "ModelSpec"),
 }
 _HOME_OF = {name: home for home, names in _HOMES.items() for name in names}
 
@@ -62,6 +62,7 @@ __all__ = [
     "FetchResult",
     "HyperCacheError",
     "KVBuffers",
+    "KVDtype",
     "Match",
     "MediaSpan",
     "ModelSpec",

@@ -52,16 +52,37 @@ class TenantKey:
     tenant_id: bytes
     key: bytes = field(repr=False)
 
+    def __post_init__(self) -> None:
+        fields = (("name", self.name, str), ("tenant_id", self.tenant_id, bytes), ("key", self.key, bytes))
+        for what, value, kind in fields:
+            if not isinstance(value, kind) or (kind is bytes and not 16 <= len(value) <= 64):
+                raise ConfigError(
+                    f"TenantKey.{what} must be {'a str' if kind is str else 'bytes, 16 to 64 of them'}; "
+                    "make a key with TenantKey.from_secret(secret, name) or TenantKey.public()"
+                )
+
     @classmethod
     def from_secret(cls, secret: bytes, name: str) -> TenantKey:
-        """Derive the key of tenant ``name``. Raises ConfigError for a bad name or a secret under 16 bytes."""
-        if not isinstance(secret, bytes) or len(secret) < 16:
+        """Derive the key of tenant ``name``. Raises ConfigError for a bad name or a secret under 16 bytes.
+
+        No message shows an argument: given in the wrong order, either may be the secret.
+        """
+        for what, value, kind in (("secret", secret, bytes), ("name", name, str)):
+            if not isinstance(value, kind):
+                raise ConfigError(
+                    f"TenantKey.from_secret: {what} must be {kind.__name__}, got {type(value).__name__}; "
+                    'call from_secret(secret=b"...", name="...")'
+                )
+        if len(secret) < 16:
             raise ConfigError(
-                f"tenant {name!r}: the secret must be at least 16 random bytes; "
+                f"the tenant's secret must be at least 16 random bytes, got {len(secret)}; "
                 "make one with `openssl rand -hex 32`, or use the public tenant"
             )
         if not _TENANT_NAME.fullmatch(name):
-            raise ConfigError(f"tenant name {name!r} must be 1 to 64 letters, digits, '.', '_' or '-'")
+            raise ConfigError(
+                "the tenant name must be 1 to 64 letters, digits, '.', '_' or '-' "
+                "(not shown here: it might be the secret)"
+            )
         if name == "public":
             raise ConfigError(
                 "tenant name 'public' is taken by the tenant without a secret; use another name"
@@ -286,10 +307,11 @@ def _media_by_block(
             raise TokenError(f"media span {span.start}..{span.stop} does not fit into {num_tokens} tokens")
         if index and span.start < end:
             raise TokenError(f"media span {span.start}..{span.stop} overlaps the one that ends at {end}")
-        if len(span.digest) < 16:
+        if not isinstance(span.digest, bytes) or len(span.digest) < 16:
+            got = len(span.digest) if isinstance(span.digest, bytes) else type(span.digest).__name__
             raise TokenError(
                 f"media span {span.start}..{span.stop} needs a content digest of >= 16 bytes, "
-                f"got {len(span.digest)}: a name is not an identity"
+                f"got {got}: a name is not an identity"
             )
         end = span.stop
         first = max(0, (span.start - start) // block_size)

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from hypercache.checks import count, typed
 from hypercache.errors import SpecError
 from hypercache.model import KVDtype, ModelSpec
 
@@ -29,11 +30,21 @@ class KVBuffers:
 
     __slots__ = ("_layers", "spec", "tokens")
 
-    def __init__(self, spec: ModelSpec, tokens: int, layers: Sequence[tuple[Array, ...]]) -> None:
-        """For :meth:`allocate`, :meth:`wrap` and :meth:`window`, which have checked what is given here."""
+    def __init__(self, spec: ModelSpec, tokens: int, layers: Sequence[Sequence[Array]]) -> None:
+        """Zero-copy over engine memory: one sequence of arrays per layer, one array per part.
+
+        Raises SpecError that names the layer, the part and both values for any disagreement with ``spec``.
+        """
+        typed("KVBuffers: spec", spec, ModelSpec)
         self.spec = spec
-        self.tokens = tokens
-        self._layers = layers
+        self.tokens = count("KVBuffers: tokens", tokens, 0)
+        self._layers = _checked(spec, self.tokens, layers)
+
+    @classmethod
+    def _trusted(cls, spec: ModelSpec, tokens: int, layers: Sequence[tuple[Array, ...]]) -> KVBuffers:
+        made = cls.__new__(cls)
+        made.spec, made.tokens, made._layers = spec, tokens, layers
+        return made
 
     def layer(self, i: int) -> tuple[Array, ...]:
         """The arrays of layer ``i``, one per part."""
@@ -48,7 +59,7 @@ class KVBuffers:
         if not 0 <= start <= stop <= self.tokens:
             raise SpecError(f"tokens {start}..{stop} are outside the 0..{self.tokens} that these K/V hold")
         layers = [tuple(array[:, start:stop] for array in parts) for parts in self._layers]
-        return KVBuffers(self.spec, stop - start, layers)
+        return self._trusted(self.spec, stop - start, layers)
 
     @property
     def nbytes(self) -> int:
@@ -58,8 +69,8 @@ class KVBuffers:
     @classmethod
     def allocate(cls, spec: ModelSpec, tokens: int) -> KVBuffers:
         """Uninitialised C-contiguous arrays, cut from one allocation in layer order."""
-        if tokens < 0:
-            raise SpecError(f"cannot allocate K/V of {tokens} tokens; tokens must be >= 0")
+        typed("KVBuffers.allocate: spec", spec, ModelSpec)
+        tokens = count("KVBuffers.allocate: tokens", tokens, 0)
         shapes = [
             [((layout.heads, tokens, part.dim), layout.dtype.storage) for part in layout.parts]
             for layout in map(spec.layout, range(spec.num_layers))
@@ -74,38 +85,40 @@ class KVBuffers:
                 arrays.append(np.ndarray(shape, dtype, memory.data, at))
                 at += _aligned(shape, dtype)
             layers.append(tuple(arrays))
-        return cls(spec, tokens, layers)
+        return cls._trusted(spec, tokens, layers)
 
     @classmethod
     def wrap(cls, spec: ModelSpec, layers: Sequence[Sequence[Array]]) -> KVBuffers:
-        """Zero-copy over engine memory: one sequence of arrays per layer, one array per part.
-
-        Raises SpecError that names the layer, the part and both values for any disagreement with ``spec``.
-        """
-        if len(layers) != spec.num_layers:
-            raise SpecError(
-                f"model {spec.name!r} has {spec.num_layers} layers, the engine handed over {len(layers)}; "
-                "build the ModelSpec from the config of the model that runs"
-            )
-        tokens = layers[0][0].shape[1] if len(layers[0]) and layers[0][0].ndim == 3 else 0
-        checked = []
-        for i, arrays in enumerate(layers):
-            layout = spec.layout(i)
-            if len(arrays) != len(layout.parts):
-                names = [part.name for part in layout.parts]
-                raise SpecError(
-                    f"layer {i}: layout {layout.kind!r} has parts {names}, got {len(arrays)} arrays"
-                )
-            for part, array in zip(layout.parts, arrays, strict=True):
-                _check(
-                    f"layer {i}, part {part.name!r}", array, (layout.heads, tokens, part.dim), layout.dtype
-                )
-            checked.append(tuple(arrays))
-        return cls(spec, tokens, checked)
+        """The constructor for who need not say how many tokens: as many as the first array has."""
+        first: Any = layers
+        for _ in range(2):
+            first = first[0] if isinstance(first, (list, tuple)) and first else None
+        tokens = first.shape[1] if isinstance(first, np.ndarray) and first.ndim == 3 else 0
+        return cls(spec, tokens, layers)
 
     def __repr__(self) -> str:
         size = f"{self.tokens} tokens, {len(self._layers)} layers, {self.nbytes} bytes"
         return f"<KVBuffers {self.spec.name!r} {size}>"
+
+
+def _checked(spec: ModelSpec, tokens: int, layers: Sequence[Sequence[Array]]) -> Sequence[tuple[Array, ...]]:
+    typed("KVBuffers: layers", layers, (list, tuple), "give one sequence of arrays per layer")
+    if len(layers) != spec.num_layers:
+        raise SpecError(
+            f"model {spec.name!r} has {spec.num_layers} layers, the engine handed over {len(layers)}; "
+            "build the ModelSpec from the config of the model that runs"
+        )
+    checked = []
+    for i, arrays in enumerate(layers):
+        layout = spec.layout(i)
+        names = [part.name for part in layout.parts]
+        typed(f"layer {i}", arrays, (list, tuple), f"give one array for each of {names}")
+        if len(arrays) != len(names):
+            raise SpecError(f"layer {i}: layout {layout.kind!r} has parts {names}, got {len(arrays)} arrays")
+        for part, array in zip(layout.parts, arrays, strict=True):
+            _check(f"layer {i}, part {part.name!r}", array, (layout.heads, tokens, part.dim), layout.dtype)
+        checked.append(tuple(arrays))
+    return checked
 
 
 def _aligned(shape: tuple[int, int, int], dtype: np.dtype[Any]) -> int:

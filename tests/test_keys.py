@@ -340,11 +340,43 @@ def test_tenant_keys() -> None:
     assert ACME.tenant_id not in (ACME.key[:16], ACME.key[16:])
 
 
-@pytest.mark.parametrize("secret", [b"", b"fifteen bytes !", "a str, not bytes, and long enough", None])
-def test_weak_secrets_are_refused(secret: Any) -> None:
-    with pytest.raises(ConfigError, match=r"at least 16 random bytes; make one with `openssl") as raised:
+@pytest.mark.parametrize("secret", [b"", b"fifteen bytes !"])
+def test_weak_secrets_are_refused(secret: bytes) -> None:
+    with pytest.raises(ConfigError, match=r"at least 16 random bytes, got \d+; make one with `openssl"):
         TenantKey.from_secret(secret, "acme")
-    assert not secret or str(secret) not in str(raised.value)
+
+
+@pytest.mark.parametrize("name", ["acme", "two words", b"acme", "a" * 65, None, 7, SECRET, SECRET.hex()])
+@pytest.mark.parametrize(
+    "secret", [SECRET, b"too short", SECRET.hex(), bytearray(SECRET), [SECRET], None, "acme"], ids=repr
+)
+def test_no_argument_is_shown_since_either_may_be_the_secret(secret: Any, name: Any) -> None:
+    for first, second in ((secret, name), (name, secret)):
+        try:
+            made = TenantKey.from_secret(secret=first, name=second)
+        except ConfigError as error:
+            for shown in ("sixteen byte", SECRET.hex()[:12], "too short", "acme", "two words", "aaaa"):
+                assert shown not in str(error)
+            if not isinstance(first, bytes):
+                assert f"secret must be bytes, got {type(first).__name__}" in str(error)
+            elif not isinstance(second, str):
+                assert f"name must be str, got {type(second).__name__}" in str(error)
+        else:
+            assert isinstance(first, bytes) and isinstance(second, str) and made.name == second
+
+
+@pytest.mark.parametrize(
+    "field", [{"name": SECRET}, {"key": SECRET.hex()}, {"key": b"x"}, {"key": b"x" * 65}, {"tenant_id": None}]
+)
+def test_a_key_made_by_hand_is_checked_without_being_shown(field: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"TenantKey\.\w+ must be .*from_secret") as raised:
+        dataclasses.replace(ACME, **field)
+    assert str(*field.values()) not in str(raised.value)
+
+
+def test_media_without_a_digest_in_bytes_are_refused() -> None:
+    with pytest.raises(TokenError, match=">= 16 bytes, got str"):
+        causal_digests(NS, ACME, TOKENS, media=[MediaSpan(0, 4, "ab" * 16)])  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("name", ["", "a b", "naïve", "a" * 65, "a\n", "public"])

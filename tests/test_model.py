@@ -367,3 +367,10 @@ def test_differences_are_told_by_field() -> None:
         one.differences(dataclasses.replace(one, groups=(LayerGroup((0,), LAYOUT, ROPE),))) == "layers: 2, 1"
     )
     assert one.differences(dataclasses.replace(one, name="another name")) == ""
+
+
+def test_what_users_name_is_exported() -> None:
+    import hypercache
+
+    assert hypercache.KVDtype is KVDtype and hypercache.ModelSpec is ModelSpec
+    assert all(getattr(hypercache, name) is not None for name in hypercache.__all__)

@@ -12,6 +12,8 @@ import numpy as np
 import pytest
 
 from hypercache.engines import weights
+from hypercache.engines.home import cache_home
+from hypercache.engines.smollm import ModelUnavailable, models_dir
 from hypercache.engines.weights import adapter_fingerprint, weights_fingerprint
 from hypercache.errors import SpecError
 
@@ -53,8 +55,52 @@ def tensors() -> Tensors:
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.delenv("HYPERCACHE_HOME", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     return tmp_path / "cache" / "hypercache" / "weights"
+
+
+def test_results_are_kept_where_models_are(
+    tmp_path: Path, tensors: Tensors, settled: None, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = checkpoint(tmp_path / "a", tensors)
+    monkeypatch.setenv("HYPERCACHE_HOME", str(tmp_path / "home"))
+    weights_fingerprint(folder)
+    assert len(list((tmp_path / "home" / "weights").iterdir())) == 1 and not cache.exists()
+    monkeypatch.delenv("HYPERCACHE_HOME")
+    weights_fingerprint(folder)
+    assert len(list(cache.iterdir())) == 1
+    assert models_dir({"HYPERCACHE_HOME": str(tmp_path / "home")}) == tmp_path / "home" / "models"
+
+
+@pytest.mark.parametrize(
+    ("environ", "home"),
+    [
+        ({"HYPERCACHE_HOME": "/a", "XDG_CACHE_HOME": "/b"}, Path("/a")),
+        ({"HYPERCACHE_HOME": "", "XDG_CACHE_HOME": "/b"}, Path("/b/hypercache")),
+        ({"XDG_CACHE_HOME": "relative"}, Path.home() / ".cache/hypercache"),
+        ({}, Path.home() / ".cache/hypercache"),
+    ],
+)
+def test_one_home_for_all_that_is_kept(environ: dict[str, str], home: Path) -> None:
+    assert cache_home(environ) == home
+    assert models_dir(environ) == home / "models"
+
+
+def test_without_a_home_nothing_is_kept(
+    tmp_path: Path, tensors: Tensors, settled: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def homeless(cls: type) -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    want = weights_fingerprint(checkpoint(tmp_path / "a", tensors))
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.delenv("HYPERCACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", classmethod(homeless))
+    assert cache_home() is None
+    assert weights_fingerprint(tmp_path / "a") == want
+    with pytest.raises(ModelUnavailable, match="set HYPERCACHE_HOME"):
+        models_dir()
 
 
 @pytest.fixture

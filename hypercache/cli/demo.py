@@ -7,8 +7,10 @@ question about the same document: once without the cache, then with it, and the 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Callable
@@ -18,6 +20,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
+from hypercache import codecs
 from hypercache.cli.local_server import local_server
 from hypercache.client.client import DEFAULT_CODEC
 from hypercache.errors import ConfigError, HyperCacheError
@@ -47,13 +50,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Exit code 0 when every codec hit and the lossless one gave the same tokens, else 1."""
-    codecs = list(dict.fromkeys(name.strip() for name in args.codecs.split(",")))
+    chosen = list(dict.fromkeys(name.strip() for name in args.codecs.split(",")))
+    if chosen == [""]:
+        raise ConfigError(f"--codecs is empty; give one or more of {', '.join(codecs.names())}")
+    for name in chosen:
+        codecs.get(name)
     for name, value in (("--rounds", args.rounds), ("--tokens", args.tokens)):
         if value < 1:
             raise ConfigError(f"{name}={value} must be >= 1")
     console = Console(stderr=True)
     with console.status("starting hypercache-serve") as status:
-        outcome = measure(args.model, args.dtype, codecs, args.rounds, args.tokens, status.update)
+        outcome = measure(args.model, args.dtype, chosen, args.rounds, args.tokens, status.update)
     if args.json:
         print(json.dumps(outcome))
     else:
@@ -63,10 +70,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def measure(
-    model: str, dtype: str, codecs: list[str], rounds: int, tokens: int, report: Callable[[str], None]
+    model: str, dtype: str, chosen: list[str], rounds: int, tokens: int, report: Callable[[str], None]
 ) -> dict[str, Any]:
     """Run the three processes; the result as ``--json`` prints it."""
-    common = ["--codecs", ",".join(codecs), "--dtype", dtype, "--count", str(tokens), "--rounds", str(rounds)]
+    common = ["--codecs", ",".join(chosen), "--dtype", dtype, "--count", str(tokens), "--rounds", str(rounds)]
     with local_server("1GiB") as ready:
         where = ["--uri", ready["uris"][0], *common]
         a = _engine("A", ["store", "--model", model, *where], report)
@@ -105,7 +112,12 @@ def _engine(name: str, arguments: list[str], report: Callable[[str], None]) -> d
     # Spinning OpenMP threads would take the cores from the server and from the thread that receives.
     environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "TOKENIZERS_PARALLELISM": "false"}
     process = subprocess.Popen(
-        command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True, env=environment
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+        process_group=0,  # Ctrl-C is ours to answer: the engine and what it started end without a word
     )
     assert process.stdout is not None
     result: dict[str, Any] | None = None
@@ -120,12 +132,20 @@ def _engine(name: str, arguments: list[str], report: Callable[[str], None]) -> d
                 result = message.get("result", result)
         code = process.wait()
     finally:
-        if process.poll() is None:
-            process.kill()
-            process.wait()
+        _end(process)
     if result is None:
         raise DemoFailed(f"engine {name} failed (exit code {code}): {error or 'see its output above'}")
     return result
+
+
+def _end(process: subprocess.Popen[str]) -> None:
+    """The engine and what it started, such as a download; some time to clean up, but not long."""
+    for number, seconds in ((signal.SIGTERM, 2.0), (signal.SIGKILL, None)):
+        if process.poll() is not None:
+            return
+        os.killpg(process.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(seconds)
 
 
 def _print(outcome: dict[str, Any]) -> None:

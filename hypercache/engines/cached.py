@@ -13,7 +13,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hypercache.client import FetchResult, StoreResult, SyncClient
+from hypercache import checks
+from hypercache.client import Client, FetchResult, StoreResult, SyncClient
 from hypercache.engines import LayerReady
 from hypercache.errors import HyperCacheError, SpecError
 from hypercache.keys import canonical_tokens
@@ -21,6 +22,7 @@ from hypercache.kv import KVBuffers
 from hypercache.model import ModelSpec
 
 Array = npt.NDArray[Any]
+_CONNECT = "hypercache.connect_sync(uri, model=engine.spec)"
 
 
 class Engine(Protocol):
@@ -71,8 +73,12 @@ def prefill(
     kv: where its K/V go, with room for the prompt and whatever is to be decoded after it; None allocates for
         the prompt alone. An engine that serves reuses its buffers: fresh pages cost more than the transfer.
 
-    Raises TokenError for what is not token ids, SpecError for an empty prompt or another model's client.
+    Raises TokenError for what is not token ids, SpecError for an empty prompt, another model's client, and
+    what is no engine or no blocking client.
     """
+    _check_engine(engine)
+    if client is not None:
+        _check_client(client)
     ids = canonical_tokens(tokens)
     if len(ids) == 0:
         raise SpecError(
@@ -84,7 +90,8 @@ def prefill(
         return Prefilled(len(ids), engine.run(ids, kv, 0), kv, FetchResult(0, 0, 0, "no cache"))
     if client.model != engine.spec:
         raise SpecError(
-            f"the client is connected for model {client.model.name!r}, not for the engine's own spec"
+            f"the client is connected for model {client.model.name!r}, not for the engine's own spec "
+            f"(client's, engine's: {client.model.differences(engine.spec)}); connect with model=engine.spec"
         )
     match = client.match(ids)
     if match.hit_tokens == 0:
@@ -110,6 +117,26 @@ def prefill(
     return Prefilled(len(ids), logits, kv, fetch)
 
 
+def _check_engine(engine: Engine) -> None:
+    if not isinstance(getattr(engine, "spec", None), ModelSpec) or not hasattr(engine, "run"):
+        raise SpecError(
+            f"an engine must have spec and run, got {type(engine).__name__}; wrap a loaded model: "
+            "hypercache.engines.transformers.TransformersEngine(model)"
+        )
+
+
+def _check_client(client: SyncClient) -> None:
+    if client is None:
+        raise SpecError(
+            "generate needs a client, got None; without a cache call "
+            "greedy(engine, prefill(engine, tokens, None, kv), count)"
+        )
+    if isinstance(client, Client):
+        raise SpecError(f"the client is asynchronous, and engines block; use {_CONNECT}")
+    if not isinstance(getattr(client, "model", None), ModelSpec):
+        raise SpecError(f"a client is needed, got {type(client).__name__}; use {_CONNECT}")
+
+
 def greedy(engine: Engine, prefilled: Prefilled, count: int) -> list[int]:
     """The ``count`` likeliest next tokens, one by one. ``prefilled.kv`` needs room for ``count - 1`` more."""
     logits, out = prefilled.logits, []
@@ -121,7 +148,13 @@ def greedy(engine: Engine, prefilled: Prefilled, count: int) -> list[int]:
 
 
 def generate(engine: Engine, tokens: Any, count: int, client: SyncClient) -> Generation:
-    """:func:`prefill` through the cache, then :func:`greedy`; new blocks are stored meanwhile."""
+    """:func:`prefill` through the cache, then :func:`greedy`; new blocks are stored meanwhile.
+
+    Raises as :func:`prefill`, and SpecError for a ``count`` below 0.
+    """
+    _check_engine(engine)
+    _check_client(client)
+    count = checks.count("count of tokens to generate", count, 0)
     ids = canonical_tokens(tokens)
     prefilled = prefill(engine, ids, client, KVBuffers.allocate(engine.spec, len(ids) + count))
     held = prefilled.fetch.hit_tokens

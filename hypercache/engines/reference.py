@@ -157,7 +157,8 @@ class ReferenceModel:
         """Hidden states ``(len(ids), hidden)`` of positions ``start..``; writes their K/V into ``kv``."""
         if kv.spec != self.spec:
             raise SpecError(
-                f"these K/V belong to another model ({kv.spec.name!r}); their weights or shape differ"
+                f"these K/V belong to another model ({kv.spec.name!r}; theirs, this engine's: "
+                f"{kv.spec.differences(self.spec)}); allocate them with engine.spec"
             )
         if kv.tokens < start + len(ids):
             raise SpecError(

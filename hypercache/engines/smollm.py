@@ -21,6 +21,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import IO
 
+from hypercache.engines.home import cache_home
 from hypercache.engines.weights import weights_fingerprint
 from hypercache.errors import HyperCacheError, SpecError
 
@@ -37,12 +38,13 @@ class ModelUnavailable(HyperCacheError):
 
 
 def models_dir(environ: Mapping[str, str] = os.environ) -> Path:
-    """``$HYPERCACHE_HOME/models``, else ``models`` in ``hypercache`` under the user's cache directory."""
-    home = environ.get("HYPERCACHE_HOME")
-    if home:
-        return Path(home) / "models"
-    cache = environ.get("XDG_CACHE_HOME")
-    return (Path(cache) if cache else Path.home() / ".cache") / "hypercache" / "models"
+    """``models`` under :func:`hypercache.engines.home.cache_home`. Raises ModelUnavailable without a home."""
+    home = cache_home(environ)
+    if home is None:
+        raise ModelUnavailable(
+            "there is no home directory to keep the model in; set HYPERCACHE_HOME to a place"
+        )
+    return home / "models"
 
 
 def ensure(directory: Path | None = None, report: Callable[[str], None] = lambda line: None) -> Path:

@@ -39,17 +39,36 @@ class TransformersEngine:
     weights: digest (>= 16 bytes) or checkpoint path: the identity of the K/V. None hashes the parameters in
         memory (about a second per GB), which is right whatever was done to them after loading.
     adapter: required with ``weights`` when the model carries adapter layers, since they change the K/V.
-    Raises SpecError that names what the cache cannot carry: encoder-decoders, models without RoPE, sliding
-    windows, recurrent or otherwise unknown cache layers, other dtypes, devices other than the CPU.
+    assume_standard: as in :meth:`ModelSpec.from_hf_config`, for a ``model_type`` that it does not know.
+    Raises SpecError that names what the cache cannot carry: what is no causal LM, encoder-decoders, models
+    without RoPE or with one that depends on the prompt's length, sliding windows, recurrent or otherwise
+    unknown cache layers, models in training mode, other dtypes, devices other than the CPU.
     """
 
     def __init__(
-        self, model: Any, *, weights: bytes | str | Path | None = None, adapter: Adapter | None = None
+        self,
+        model: Any,
+        *,
+        weights: bytes | str | Path | None = None,
+        adapter: Adapter | None = None,
+        assume_standard: bool = False,
     ) -> None:
         name = type(model).__name__
+        if not isinstance(model, torch.nn.Module) or not hasattr(model, "config"):
+            raise SpecError(
+                f"TransformersEngine needs a loaded model, got {name}; "
+                "load it with transformers.AutoModelForCausalLM.from_pretrained(...)"
+            )
+        if not isinstance(weights, (bytes, str, Path, type(None))):
+            raise SpecError(
+                f"weights must be a digest in bytes, a path or None, got {type(weights).__name__}"
+            )
         config = model.config
         if getattr(config, "is_encoder_decoder", False):
             raise SpecError(f"{name} is an encoder-decoder; only decoder-only causal models are supported")
+        if not getattr(model, "can_generate", lambda: False)():
+            raise SpecError(f"{name} has no logits; load it with transformers.AutoModelForCausalLM")
+        _refuse_training(model, *model.modules())
         if model.device.type != "cpu":
             raise SpecError(
                 f"{name} is on {model.device}; this engine hands over host memory: use model.to('cpu')"
@@ -67,11 +86,21 @@ class TransformersEngine:
             digest = weights if isinstance(weights, bytes) else weights_fingerprint(Path(weights))
         self.model = model
         self.spec = ModelSpec.from_hf_config(
-            config, weights=digest, dtype=_DTYPES[model.dtype], adapter=adapter, name=name
+            config,
+            weights=digest,
+            dtype=_DTYPES[model.dtype],
+            adapter=adapter,
+            name=name,
+            assume_standard=assume_standard,
         )
         for group in self.spec.groups:
             if group.rope.kind == "none":
                 raise SpecError(f"{name} has no rotary position embedding; only RoPE models are supported")
+            if group.rope.kind in ("dynamic", "longrope"):
+                raise SpecError(
+                    f"{name} rotates by {group.rope.kind!r} RoPE: here a prefix's keys depend on the "
+                    "whole prompt's length, so they cannot be shared; set another rope_type in its config"
+                )
         self._last_only = (
             {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
         )
@@ -87,6 +116,7 @@ class TransformersEngine:
             raise SpecError(
                 f"K/V with room for {kv.tokens} tokens cannot take positions {start}..{start + new.shape[1]}"
             )
+        _refuse_training(self.model)
         cache = self.inject(kv, start, layer_ready)
         with torch.inference_mode():
             logits = self.model(input_ids=new, cache=cache, use_cache=True, **self._last_only).logits
@@ -99,7 +129,8 @@ class TransformersEngine:
         """
         if kv.spec != self.spec:
             raise SpecError(
-                f"these K/V belong to another model ({kv.spec.name!r}); its weights or shape differ"
+                f"these K/V belong to another model ({kv.spec.name!r}; theirs, this engine's: "
+                f"{kv.spec.differences(self.spec)}); allocate them with engine.spec"
             )
         if not 0 <= tokens <= kv.tokens:
             raise SpecError(f"{tokens} filled tokens are outside the 0..{kv.tokens} that these K/V hold")
@@ -163,6 +194,13 @@ class _HostLayer(DynamicLayer):  # type: ignore[misc]
             room[:, :, start:stop] = new
         self.keys, self.values = (room[:, :, :stop] for room in self._room)
         return self.keys, self.values
+
+
+def _refuse_training(*modules: Any) -> None:
+    if any(module.training for module in modules):
+        raise SpecError(
+            f"{type(modules[0]).__name__} is in training mode: dropout makes K/V random; call model.eval()"
+        )
 
 
 def _check_cache_layers(name: str, cache: Any) -> None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import statistics
 import sys
 import time
@@ -148,6 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--count", type=int, default=32)
     args = parser.parse_args(argv)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # unwinds, so that nothing half made is left
     # Transformers copies K/V once for each query head of a group unless told that the kernel shares them.
     os.environ.setdefault("TRANSFORMERS_SDPA_FORCE_GQA", "1")
     codecs = args.codecs.split(",")

@@ -27,6 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hypercache.engines.home import cache_home
 from hypercache.errors import SpecError
 from hypercache.identity import Value, canonical, commit
 
@@ -65,7 +66,8 @@ def weights_fingerprint(path: str | os.PathLike[str], *, cache_dir: Path | None 
 
     In a directory the files that transformers would load count: ``model.safetensors``, else the shards of
     its index, else other ``*.safetensors``; then ``pytorch_model*.bin`` likewise; then one GGUF model.
-    cache_dir: where results are kept; None takes ``$XDG_CACHE_HOME/hypercache/weights``.
+    cache_dir: where results are kept; None takes ``weights`` under
+        :func:`hypercache.engines.home.cache_home`.
     Raises SpecError, naming the file and the remedy, for a missing, damaged or ambiguous checkpoint.
     """
     return _fingerprint("hypercache.weights.v1", _weight_files(Path(path)), {}, cache_dir)
@@ -92,7 +94,9 @@ def adapter_fingerprint(path: str | os.PathLike[str], *, cache_dir: Path | None 
 
 
 def _fingerprint(tag: str, files: Sequence[Path], settings: Value, cache_dir: Path | None) -> bytes:
-    cache = _Cache(cache_dir if cache_dir is not None else _default_cache_dir())
+    if cache_dir is None and (home := cache_home()) is not None:
+        cache_dir = home / "weights"
+    cache = _Cache(cache_dir)
     tensors: dict[str, str] = {}
     whole: list[str] = []
     for file in files:
@@ -259,14 +263,6 @@ def _hash_piece(path: Path, fd: int, start: int, nbytes: int) -> bytes:
 def _identity(stat: os.stat_result) -> tuple[int, ...]:
     # ctime as well as mtime: a copy that preserves mtime still moves ctime, and nobody can set it back.
     return (stat.st_dev, stat.st_ino, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns)
-
-
-def _default_cache_dir() -> Path | None:
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    try:
-        return (Path(base) if Path(base).is_absolute() else Path.home() / ".cache") / "hypercache" / "weights"
-    except RuntimeError:  # no home directory
-        return None
 
 
 class _Cache:

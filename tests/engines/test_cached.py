@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import os
 import signal
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import hypercache
 from hypercache.cli.local_server import local_server
 from hypercache.client import SyncClient, connect_sync
 from hypercache.engines.cached import Prefilled, generate, greedy, prefill
@@ -20,6 +22,7 @@ from hypercache.engines.reference import ReferenceConfig, ReferenceModel
 from hypercache.errors import SpecError, TokenError
 from hypercache.keys import TenantKey
 from hypercache.kv import KVBuffers
+from hypercache.model import KVDtype
 
 sys.path.append(str(Path(__file__).parents[1] / "fabrics"))
 from proxy import proxied
@@ -154,9 +157,46 @@ def test_a05_embeddings_without_ids_share_nothing(client: SyncClient) -> None:
     assert client.clear() == 0
 
 
-def test_another_models_client_is_refused(client: SyncClient) -> None:
-    with pytest.raises(SpecError, match="not for the engine's own spec"):
-        prefill(ReferenceModel(seed=8), prompt(20), client)
+def test_another_models_client_is_refused_with_what_differs(client: SyncClient) -> None:
+    for other, told in {
+        ReferenceModel(ENGINE.config, seed=8): r"weights: \w{16}\.\.\., \w{16}\.\.\.\)",
+        ReferenceModel(dataclasses.replace(ENGINE.config, layers=2)): r"weights: .*; layers: 8, 2\)",
+        ReferenceModel(dataclasses.replace(ENGINE.config, kv_dtype=KVDtype.FP16)): r"dtype: fp32, fp16\)",
+    }.items():
+        with pytest.raises(
+            SpecError, match=rf"own spec \(client's, engine's: .*{told}; connect with model=engine\.spec"
+        ):
+            prefill(other, prompt(20), client)
+        with pytest.raises(SpecError, match=rf"{told}; allocate them with engine\.spec"):
+            other.run(prompt(8), KVBuffers.allocate(ENGINE.spec, 8), 0)
+
+
+async def test_what_is_no_engine_and_no_blocking_client_is_refused(uri: str) -> None:
+    ids: Any = prompt(20)
+    for engine in ("meta-llama/Llama-3.2-1B", None, ENGINE.spec, ReferenceModel):
+        with pytest.raises(SpecError, match=r"an engine must have spec and run, got .*TransformersEngine"):
+            prefill(engine, ids)  # type: ignore[arg-type]
+        with pytest.raises(SpecError, match=r"an engine must have spec and run"):
+            generate(engine, ids, 2, None)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match=r"generate needs a client, got None; without a cache call greedy"):
+        generate(ENGINE, ids, 2, None)  # type: ignore[arg-type]
+    client: Any
+    async with await hypercache.connect(uri, model=ENGINE.spec, codec="raw") as client:
+        for call in (lambda: prefill(ENGINE, ids, client), lambda: generate(ENGINE, ids, 2, client)):
+            with pytest.raises(
+                SpecError, match=r"asynchronous, and engines block; use hypercache\.connect_sync"
+            ):
+                call()
+    for client in (uri, ENGINE, 7):
+        with pytest.raises(SpecError, match=r"a client is needed, got \w+; use|asynchronous"):
+            generate(ENGINE, ids, 2, client)
+
+
+def test_the_count_of_tokens_is_checked(client: SyncClient) -> None:
+    for count in (-1, "2", 1.5, None):
+        with pytest.raises(SpecError, match="count of tokens to generate must be an integer >= 0"):
+            generate(ENGINE, prompt(20), count, client)  # type: ignore[arg-type]
+    assert generate(ENGINE, prompt(20), 0, client).tokens == []
 
 
 def test_a_dead_or_frozen_server_costs_the_deadline_and_nothing_else() -> None:

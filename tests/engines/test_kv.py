@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
@@ -139,3 +140,40 @@ def test_j05_sizes_and_dtypes_are_compared_before_any_copy() -> None:
     listed[0][1] = [[0.0]]
     with pytest.raises(SpecError, match=r"layer 0, part 'v': needs a NumPy array, got list"):
         KVBuffers.wrap(spec(), listed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("way", ["constructor", "wrap"])
+def test_every_public_way_checks(way: str) -> None:
+    """J04, J05: whatever K/V come in, they are the spec's or refused by name."""
+
+    def make(model: ModelSpec, layers: Any) -> KVBuffers:
+        return KVBuffers(model, 16, layers) if way == "constructor" else KVBuffers.wrap(model, layers)
+
+    bf16 = spec(dtype=KVDtype.BF16)
+    assert make(bf16, arrays(bf16, 16)).layer(2)[0].dtype == np.uint16
+    swapped = [[array.swapaxes(0, 1) for array in parts] for parts in arrays(bf16, 16)]
+    for layers, message in (
+        (arrays(spec(), 16), "bf16 K/V are carried as uint16, got float32"),
+        (swapped, r"layer 0, part 'k': \w+ must be"),
+        (arrays(bf16, 16)[:2], "has 3 layers, the engine handed over 2"),
+        (None, "layers must be list or tuple, got NoneType"),
+        ([None] * 3, "layer 0 must be list or tuple, got NoneType"),
+        ([[None, None]] * 3, "layer 0, part 'k': needs a NumPy array, got NoneType"),
+        (np.zeros((3, 2, 2, 16, 8), np.uint16), "layers must be list or tuple, got ndarray"),
+    ):
+        with pytest.raises(SpecError, match=message):
+            make(bf16, layers)
+    with pytest.raises(SpecError, match="spec must be ModelSpec, got dict"):
+        make({}, arrays(bf16, 16))  # type: ignore[arg-type]
+
+
+def test_the_constructor_and_allocate_check_their_count_of_tokens() -> None:
+    with pytest.raises(SpecError, match="tokens must be 15, got 16"):
+        KVBuffers(spec(), 15, arrays(spec(), 16))
+    for tokens in (-1, 1.5, "16", None, True):
+        with pytest.raises(SpecError, match="tokens must be an integer >= 0"):
+            KVBuffers(spec(), tokens, arrays(spec(), 16))  # type: ignore[arg-type]
+        with pytest.raises(SpecError, match="tokens must be an integer >= 0"):
+            KVBuffers.allocate(spec(), tokens)  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="spec must be ModelSpec, got str"):
+        KVBuffers.allocate("toy", 16)  # type: ignore[arg-type]

@@ -205,7 +205,7 @@ def test_encoder_decoders_other_dtypes_and_devices_are_refused() -> None:
         d_model=32, d_kv=8, d_ff=32, num_layers=1, num_heads=2, vocab_size=64, decoder_start_token_id=0
     )
     with pytest.raises(SpecError, match="T5ForConditionalGeneration is an encoder-decoder"):
-        TransformersEngine(transformers.T5ForConditionalGeneration(config))
+        TransformersEngine(transformers.T5ForConditionalGeneration(config).eval())
     with pytest.raises(SpecError, match=r"computes in torch\.float64"):
         TransformersEngine(build("LlamaConfig", GQA, torch.float64))
     with pytest.raises(SpecError, match="is on meta"):
@@ -258,3 +258,60 @@ def test_a01_adapter_layers_need_an_identity() -> None:
     with pytest.raises(SpecError, match=r"carries adapter layers: pass adapter="):
         TransformersEngine(model, weights=b"d" * 32)
     assert TransformersEngine(model).spec.adapter is None  # the parameters in memory are hashed
+
+
+def test_what_is_no_loaded_causal_lm_is_refused() -> None:
+    for model in ("meta-llama/Llama-3.2-1B", None, transformers.LlamaConfig(**GQA), torch.nn.Linear(2, 2)):
+        with pytest.raises(SpecError, match=r"needs a loaded model, got \w+; load it with .*from_pretrained"):
+            TransformersEngine(model)
+    with pytest.raises(SpecError, match=r"LlamaModel has no logits; load it with .*AutoModelForCausalLM"):
+        TransformersEngine(transformers.LlamaModel(transformers.LlamaConfig(**GQA)).eval())
+    for weights in (7, ["a"], bytearray(32)):
+        with pytest.raises(SpecError, match=r"weights must be a digest in bytes, a path or None, got"):
+            TransformersEngine(build("LlamaConfig", GQA), weights=weights)
+
+
+def test_a_model_in_training_mode_is_refused_whenever_it_is_used() -> None:
+    fields = {**GQA, "attention_dropout": 0.5}
+    with pytest.raises(SpecError, match=r"training mode: dropout makes K/V random; call model\.eval\(\)"):
+        TransformersEngine(build("LlamaConfig", fields).train())
+    half = build("LlamaConfig", fields)
+    half.model.layers[1].train()
+    with pytest.raises(SpecError, match="training mode"):
+        TransformersEngine(half)
+    engine = TransformersEngine(half.eval())
+    engine.model.train()
+    with pytest.raises(SpecError, match="training mode"):
+        engine.run([5, 6], KVBuffers.allocate(engine.spec, 2), 0)
+
+
+@pytest.mark.parametrize(
+    "rope",
+    [
+        {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
+        {
+            "rope_type": "longrope",
+            "rope_theta": 1e4,
+            "factor": 4.0,
+            "short_factor": [1.0] * 8,
+            "long_factor": [2.0] * 8,
+            "original_max_position_embeddings": 32,
+        },
+    ],
+    ids=lambda rope: rope["rope_type"],
+)
+def test_keys_that_depend_on_the_prompts_length_are_refused(rope: dict[str, Any]) -> None:
+    model = build("LlamaConfig", {**GQA, "max_position_embeddings": 32, "rope_parameters": rope})
+    with torch.inference_mode():
+        first = [model(input_ids=ids, use_cache=True).past_key_values for ids in (IDS[:, :20], IDS)]
+    short, long = (cache.layers[0].keys[:, :, :20] for cache in first)
+    assert not torch.allclose(short, long, atol=1e-2)  # so it is: the same prefix, other keys
+    with pytest.raises(SpecError, match=rf"rotates by '{rope['rope_type']}' RoPE: .*set another rope_type"):
+        TransformersEngine(model)
+
+
+def test_a_type_that_is_not_known_needs_its_users_word() -> None:
+    model = build("DogeConfig", GQA)
+    with pytest.raises(SpecError, match=r"model_type 'doge'.*assume_standard=True"):
+        TransformersEngine(model)
+    assert TransformersEngine(model, assume_standard=True).spec.num_layers == 3
