@@ -7,6 +7,7 @@ index sees to it that a prefix outlives its suffixes, whatever the ranks say.
 from __future__ import annotations
 
 import heapq
+import math
 from collections.abc import Iterable
 from typing import Generic, Protocol, TypeVar
 
@@ -38,7 +39,8 @@ class Policy(Protocol):
     def use(self, blocks: Iterable[Placed], now: float) -> None:
         """``blocks`` were stored or found at ``now``: set their ranks, and raise their slabs' to match.
 
-        All ancestors of a used block are passed too, so ranks need never rise from parent to child.
+        Their ancestors are passed too, up to a second late (see :class:`Climbs`): a rank may be lower than
+        what ``now`` of an earlier call gave to another block in the same slab, and never lowers the slab's.
         """
 
 
@@ -48,7 +50,51 @@ class Lru:
     def use(self, blocks: Iterable[Placed], now: float) -> None:
         for block in blocks:
             block.rank = now
-            block.slab.rank = now
+            slab = block.slab
+            if slab.rank < now:
+                slab.rank = now
+
+
+class Linked(Placed, Protocol):
+    @property
+    def parent(self) -> Linked | None: ...
+
+
+class Climbs:
+    """The ancestors of a used block are used too, or a slab full of prefixes looks cold and takes what hangs
+    on them along. Walking to the root on each use would let a small request cost as much as the chain is
+    long. So an ancestor is raised at most once a second, and each walk goes on where the last one stopped.
+    """
+
+    __slots__ = ("_policy", "_waiting")
+
+    def __init__(self, policy: Policy) -> None:
+        self._policy = policy
+        self._waiting: dict[Linked, float] = {}  # next to raise, and to what
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def start(self, block: Linked, now: float) -> None:
+        """``block`` was used at ``now``: what it hangs on was used in the same second."""
+        above = block.parent
+        if above is not None and above.rank < math.floor(now):
+            self._waiting[above] = now
+
+    def go(self, steps: int) -> None:
+        """Raise up to ``steps`` blocks."""
+        while self._waiting and steps > 0:
+            block, now = self._waiting.popitem()
+            second = math.floor(now)
+            raised: list[Linked] = []
+            node: Linked | None = block
+            while node is not None and node.rank < second and len(raised) < steps:
+                raised.append(node)
+                node = node.parent
+            steps -= len(raised) + 1
+            self._policy.use(raised, now)
+            if node is not None and node.rank < second:
+                self._waiting[node] = max(now, self._waiting.get(node, now))
 
 
 Item = TypeVar("Item", bound=Ranked)

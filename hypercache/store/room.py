@@ -170,7 +170,14 @@ class Room:
         if block.slab.used == 0:
             self._slabs.forget(block.slab)
         if parent is not None:
+            self._inherit(parent, block.rank)
             self._offer(parent)
+
+    def _inherit(self, parent: Block, rank: float) -> None:
+        """A use of a block was a use of its parent, which may not have been told so yet."""
+        if parent.rank < rank:
+            parent.rank = rank
+            parent.slab.rank = max(parent.slab.rank, rank)
 
     def clear(self, tree: Tree) -> tuple[int, int]:
         """Hide a whole tree at once; :meth:`reap` frees it step by step. Returns visible blocks and bytes."""

@@ -16,12 +16,13 @@ from hypercache.store.holds import Batch, HoldEnded, Lease, Reason, Reservation,
 from hypercache.store.index import COMMITTED, DOOMED, FREED, Block, Tree, attach, detach, hold
 from hypercache.store.ledger import Ledger
 from hypercache.store.namespace import Namespace, NamespaceInfo
-from hypercache.store.policy import Lru, Policy
+from hypercache.store.policy import Climbs, Lru, Policy
 from hypercache.store.room import Room
 from hypercache.store.stats import StoreStats
 
 INDEX_SHARE = 32  # 1/32 of the capacity is kept for the index: enough for blocks of 32 KiB and more
 _SWEEP_STEPS = 1024  # cleared blocks freed per sweep: a few milliseconds
+_CLIMB_STEPS = 256  # ancestors raised per call
 
 
 class BlockStore:
@@ -52,6 +53,7 @@ class BlockStore:
         self.lease_limit_s = lease_limit_s
         self.store_stall_s = store_stall_s
         self._policy: Policy = policy or Lru()
+        self._climbs = Climbs(self._policy)
         self._arena: Arena[Block] = Arena(capacity - capacity // INDEX_SHARE, region_nbytes(capacity))
         self._room = Room(self._arena, capacity - self._arena.nbytes)
         self._trees: dict[bytes, Tree] = {}  # by namespace; the one used longest ago comes first
@@ -150,18 +152,9 @@ class BlockStore:
         if tree is not None and blocks:
             self._used_last(tree)
             self._policy.use(blocks, now)
-            self._use_prefix(blocks[0], now)
+            self._climbs.start(blocks[0], now)
+            self._climbs.go(_CLIMB_STEPS)
         return blocks
-
-    def _use_prefix(self, block: Block, now: float) -> None:
-        """The ancestors of a used block are used too: no block may rank above what it hangs on."""
-        above: list[Block] = []
-        node = block.parent
-        while node is not None and node.rank < now:
-            above.append(node)
-            node = node.parent
-        if above:
-            self._policy.use(above, now)
 
     # -- writing
 
@@ -191,12 +184,14 @@ class BlockStore:
             reason = "too_large"
         if before is not None:
             self._policy.use((before,), now)
-            self._use_prefix(before, now)
+            self._climbs.start(before, now)
+            self._climbs.go(_CLIMB_STEPS)
         out: list[Reservation | Skip] = []
         for digest in digests:
             block = tree.blocks.get(digest)
             if block is not None:
                 self._policy.use((block,), now)
+                self._climbs.start(block, now)
                 entry = self._rewrite(block, batch, owner, now)
                 before, reason = tree.blocks[digest], None
             elif reason is not None:
@@ -281,6 +276,10 @@ class BlockStore:
         self._ledger.end(reservation, "committed")
         return True
 
+    def progress(self, reservation: Reservation, now: float) -> None:
+        """Bytes of a chunk have come in, though not yet all: its writer has not stalled. O(1)."""
+        reservation.batch.progress = max(reservation.batch.progress, now)
+
     def abort(self, reservation: Reservation, why: str = "aborted") -> None:
         """Give a reservation up, and what was reserved on it. Changes nothing after its end, or twice."""
         if not reservation.ended:
@@ -341,6 +340,7 @@ class BlockStore:
         self._ledger.stalled += len(stalled)
         for writer in stalled:
             self.abort(writer, "the writer had stalled")
+        self._climbs.go(_SWEEP_STEPS)
         self._room.reap(_SWEEP_STEPS)
 
     def _remove(self, block: Block, why: str) -> int:
