@@ -150,8 +150,15 @@ class Channel(abc.ABC):
         """:meth:`drop_sink`, and tell the peer to stop producing for ``request_id``."""
 
     @abc.abstractmethod
-    async def close(self) -> None:
-        """Send what is queued by :meth:`send`, say goodbye, close. Ends within ``Limits.stall_timeout``."""
+    def hang_up(self) -> None:
+        """Begin to :meth:`close`, without waiting: also from within a callback. From here on nothing more of
+        the peer reaches the handler but ``on_lost``, not even what has arrived already; a payload that is
+        arriving is dropped."""
+
+    @abc.abstractmethod
+    async def close(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        """Send what is queued by :meth:`send`, say goodbye, close; wait for the end of it. What is not done
+        within ``timeout`` seconds (None, and at most: ``Limits.stall_timeout``) is aborted."""
 
     @abc.abstractmethod
     def abort(self, error: Exception | None = None) -> None:

@@ -1,7 +1,8 @@
-"""What the channels of all fabrics have in common: states, order of output, placement of input, endings.
+"""What the channels of all fabrics have in common: states, order of output, endings.
 
 A fabric adds how bytes move: it takes flights from the outbox and reports them with
-:meth:`FrameChannel._sent`, hands heads to :meth:`FrameChannel._dispatch` and payload to :class:`Inbound`.
+:meth:`FrameChannel._sent`, hands heads to :meth:`FrameChannel._dispatch` and payload to
+:class:`~fabrics.inbound.Inbound`.
 """
 
 from __future__ import annotations
@@ -11,8 +12,8 @@ import asyncio
 import os
 from collections.abc import Callable
 
-from fabrics.base import Channel, ChannelStats, Frame, Handler, Limits, Outgoing, Sink, Source
-from fabrics.buffers import Cursor, flat
+from fabrics.base import Channel, ChannelStats, Frame, Handler, Limits, Outgoing, Source
+from fabrics.buffers import flat
 from fabrics.errors import ChannelClosed, ChannelStalled, FabricError, ForkedProcess, FrameError
 from fabrics.framing import (
     FIRST_FABRIC_TYPE,
@@ -21,126 +22,12 @@ from fabrics.framing import (
     check_lengths,
     goodbye_body,
 )
+from fabrics.inbound import Inbound
 from fabrics.outbox import Flight, Outbox
 
-CHUNK = 512 << 10  # bytes moved per step: what was just copied is still in L2 when ``landed`` sums it
 BUDGET = 2 << 20  # bytes moved per callback, so that one channel does not hold up the others
 _LINGER = 1.0  # seconds to wait for the peer's own end after our goodbye is on its way
 _STALL_TICKS = 4  # the stall limit is looked at this many times
-
-_DISCARD = memoryview(bytearray(CHUNK))  # written by all, read by none
-
-
-class Inbound:
-    """The frame that is arriving: where its payload goes, and who is told."""
-
-    __slots__ = ("_channel", "_cursor", "_frame", "_sink", "handler", "left", "over", "stats")
-    handler: Handler
-
-    def __init__(self, channel: Channel, stats: ChannelStats) -> None:
-        self._channel = channel
-        self._frame: Frame | None = None
-        self._sink: Sink | None = None
-        self._cursor: Cursor | None = None
-        self.stats = stats
-        self.left = 0  # payload bytes still to come
-        self.over = False  # the channel is closed: call nobody, write nowhere
-
-    def start(self, frame: Frame) -> None:
-        """Ask the handler where the payload goes."""
-        self.skip(frame)
-        sink = self.handler.on_frame(self._channel, frame)
-        if sink is not None:
-            self._frame, self._sink = frame, sink
-        if self.over:
-            self.drop(None)
-            return
-        try:
-            frame.body.release()  # whoever reads it later gets an error, not another frame's bytes
-        except BufferError:
-            raise ValueError("on_frame kept a view of the body, whose memory is reused: copy it") from None
-        if sink is None:
-            return
-        if sink.nbytes != frame.payload_nbytes:
-            raise ValueError(
-                f"on_frame gave a sink of {sink.nbytes} bytes for a payload of {frame.payload_nbytes}"
-            )
-        views = flat(sink.views)
-        for view in views:
-            if view.readonly:
-                raise TypeError(
-                    "on_frame gave a sink with a read-only view; payload can only land in writable memory"
-                )
-        self._cursor = Cursor(views, sink.nbytes)
-        if not self.left:
-            self._complete()
-
-    def skip(self, frame: Frame) -> None:
-        """Let the payload pass unseen."""
-        self.left = frame.payload_nbytes
-        self.stats.frames_in += 1
-
-    def peek(self, limit: int) -> tuple[list[memoryview], int]:
-        """Where the next bytes of payload go, and how many."""
-        if self._cursor is not None:
-            return self._cursor.peek(limit)
-        count = min(limit, self.left, CHUNK)
-        return [_DISCARD[:count]], count
-
-    def advance(self, count: int) -> None:
-        """``count`` bytes are where :meth:`peek` said."""
-        self.left -= count
-        sink, cursor = self._sink, self._cursor
-        if sink is None or cursor is None:
-            self.stats.bytes_dropped += count
-            return
-        cursor.advance(count)
-        if sink.landed is not None:
-            sink.landed(sink.nbytes - self.left)
-        if not self.left and self._sink is sink:
-            self._complete()
-
-    def fill(self, data: memoryview) -> None:
-        """Copy ``data`` (<= ``left`` bytes) to where the payload goes."""
-        while data and not self.over:
-            if self._cursor is None:
-                self.advance(len(data))
-                return
-            data = data[self._copy(data) :]
-
-    def _copy(self, data: memoryview) -> int:
-        views, count = self.peek(len(data))
-        at = 0
-        for view in views:
-            view[:] = data[at : at + len(view)]
-            at += len(view)
-        del view, views  # the sink's owner may take the memory back in a callback
-        self.advance(count)
-        return count
-
-    def forget(self) -> None:
-        """The channel is closed and everybody knows."""
-        del self._channel, self.handler
-
-    def drop(self, request_id: int | None) -> None:
-        """Write no more to the sink, if it is this request's (None: whosever it is)."""
-        frame, sink = self._frame, self._sink
-        if frame is None or sink is None or request_id not in (None, frame.request_id):
-            return
-        if self._cursor is not None:
-            self._cursor.clear()
-        self._frame = self._sink = self._cursor = None
-        if sink.closed is not None:
-            sink.closed(False)
-
-    def _complete(self) -> None:
-        frame, sink = self._frame, self._sink
-        assert frame is not None and sink is not None
-        self._frame = self._sink = self._cursor = None
-        if sink.closed is not None:
-            sink.closed(True)
-        if not self.over:
-            self.handler.on_payload(self._channel, frame, sink)
 
 
 def _refuse(frame: Outgoing) -> Flight:
@@ -166,6 +53,7 @@ class FrameChannel(Channel):
         self._gone = self._loop.create_future()
         self._ticker: asyncio.TimerHandle | None = None
         self._linger: asyncio.TimerHandle | None = None
+        self._last_call: asyncio.TimerHandle | None = None
         self._stalled = [0, 0]  # ticks without progress: out, in
         self._seen = (0, 0)
 
@@ -237,17 +125,24 @@ class FrameChannel(Channel):
         if self._state == "open":
             self._push(Outgoing(FabricType.CANCEL, request_id, b""))
 
-    async def close(self) -> None:
+    def hang_up(self) -> None:
         self._check_process()
-        if self._state == "open":
-            self._state = "closing"
-            self._outbox.stop_sources()
-            self._push(Outgoing(FabricType.GOODBYE, 0, goodbye_body(None), release=self._said_goodbye))
-            self._guarded(self._inbound.drop, None)
+        if self._state != "open":
+            return
+        self._state = "closing"
+        self._outbox.stop_sources()
+        self._push(Outgoing(FabricType.GOODBYE, 0, goodbye_body(None), release=self._said_goodbye))
+        self._last_call = self._loop.call_later(self._limits.stall_timeout, self._too_late)
+        self._guarded(self._inbound.hang_up)
+
+    async def close(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
+        self.hang_up()
         try:
-            await asyncio.wait([self._gone], timeout=self._limits.stall_timeout)
+            await asyncio.wait(
+                [self._gone], timeout=self._limits.stall_timeout if timeout is None else timeout
+            )
         finally:
-            self._finish(ChannelStalled(f"{self.peer} did not take all that was queued for it in time"))
+            self._too_late()
         await asyncio.wait([self._gone])
 
     def abort(self, error: Exception | None = None) -> None:
@@ -302,8 +197,8 @@ class FrameChannel(Channel):
             return
         self._state = "closed"
         self._error = error
-        self._inbound.over = True
-        for timer in (self._ticker, self._linger):
+        self._inbound.deaf = self._inbound.over = True
+        for timer in (self._ticker, self._linger, self._last_call):
             if timer is not None:
                 timer.cancel()
         last = None
@@ -333,6 +228,9 @@ class FrameChannel(Channel):
         self._check_process()
         if self._state != "open":
             raise ChannelClosed(f"the channel to {self.peer} is {self._state}; connect again")
+
+    def _too_late(self) -> None:
+        self._finish(ChannelStalled(f"{self.peer} did not take all that was queued for it in time"))
 
     def _said_goodbye(self, sent: bool) -> None:
         if sent:

@@ -7,9 +7,10 @@ import weakref
 
 from fabrics.base import AcceptCallback, Channel, Fabric, Frame, Handler, Limits, Listener, Outgoing
 from fabrics.buffers import Cursor
-from fabrics.channel import BUDGET, CHUNK, FrameChannel
+from fabrics.channel import BUDGET, FrameChannel
 from fabrics.errors import AddressError, ChannelClosed, ConnectFailed
 from fabrics.framing import HEADER_NBYTES, Goodbye, check_lengths, encode_head
+from fabrics.inbound import CHUNK
 from fabrics.outbox import Flight
 
 _listeners: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, dict[str, LoopbackListener]]

@@ -12,9 +12,10 @@ from collections import deque
 from itertools import islice
 
 from fabrics.base import Handler, Limits, Outgoing
-from fabrics.channel import BUDGET, CHUNK, FrameChannel
+from fabrics.channel import BUDGET, FrameChannel
 from fabrics.errors import ChannelClosed
 from fabrics.framing import HEADER_NBYTES, Decoder, encode_head
+from fabrics.inbound import CHUNK
 from fabrics.outbox import Flight
 
 _GATHER = 1 << 20  # bytes taken from the outbox ahead of the kernel: frames that share one system call
