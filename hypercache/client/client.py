@@ -21,8 +21,9 @@ from hypercache.client.buffers import ChunkBuffers, ChunkPort, CodecPort, Coder
 from hypercache.client.handles import Saving, Transfer
 from hypercache.client.link import AGENT, Link
 from hypercache.client.operations import FetchOperation, StoreOperation
+from hypercache.client.place import Place
 from hypercache.client.results import FetchResult, Match, Prompt, StoreResult
-from hypercache.errors import ConfigError, HyperCacheError, SpecError, Unavailable
+from hypercache.errors import ConfigError, SpecError, Unavailable
 from hypercache.keys import HASH_VERSION, MediaSpan, Namespace, TenantKey, canonical_tokens, causal_digests
 from hypercache.kv import KVBuffers
 from hypercache.model import ModelSpec
@@ -103,7 +104,11 @@ async def connect(
         salt=salt,
         deadline=deadline,
     )
-    await client._start()
+    try:
+        await client._start()
+    except BaseException:  # cancelled, too: nobody else could close it
+        await client.close()
+        raise
     return client
 
 
@@ -134,7 +139,7 @@ class Client:
         self.codec = codecs.get(codec)
         self.namespace = Namespace.build(model, block_size=block_size, codec=codec, tenant=tenant, salt=salt)
         self._tenant = tenant
-        self._pid = os.getpid()
+        self._place = Place()
         self._coder = Coder(self.codec, model, block_size, FRAME_BYTES)
         self.chunk_nbytes = self._coder.chunk_nbytes
         self._has_stored = False
@@ -158,7 +163,6 @@ class Client:
         await self._link.start(self.deadline)
         error = self._link.permanent_error
         if error is not None:
-            await self.close()
             raise error
 
     @property
@@ -167,8 +171,12 @@ class Client:
         return self._link.state
 
     async def close(self) -> None:
-        """End what runs (as misses) and close. Calling it twice is harmless."""
-        await self._link.close()
+        """End what runs (as misses) and close, within about a second even if the server hangs.
+
+        Calling it twice is harmless, and so is calling it in a forked child, which owns nothing here."""
+        if not self._place.forked:
+            self._place.check()
+            await self._link.close()
 
     async def __aenter__(self) -> Client:
         return self
@@ -191,7 +199,7 @@ class Client:
 
     async def match(self, prompt: Tokens | Prompt, *, deadline: float | None = None) -> Match:
         """Longest usable prefix: a hint, it takes no lease."""
-        self._check_process()
+        self._place.check()
         hashed = self._hashed(prompt)
         usable = min(hashed.usable_blocks, protocol.MAX_BLOCKS)
         if usable == 0:
@@ -222,14 +230,14 @@ class Client:
         on_layer: called on the loop's thread with each layer that is in place.
         Raises SpecError when the buffers do not fit the model.
         """
-        self._check_process()
+        self._place.check()
         hashed = self._hashed(prompt)
         wanted = range(self.model.num_layers) if layers is None else layers
         if wanted.step != 1 or not 0 <= wanted.start < wanted.stop <= self.model.num_layers:
             raise SpecError(f"layers {wanted} must be a contiguous part of 0..{self.model.num_layers - 1}")
         if start < 0:
             raise SpecError(f"start={start} must not be negative")
-        transfer = Transfer(start, wanted)
+        transfer = Transfer(self._place, start, wanted)
         transfer.on_layer = on_layer
         first = start // self.block_size
         port = self._port(into, start)
@@ -297,7 +305,7 @@ class Client:
         start: tokens that are known to be stored (``match.hit_tokens``); a multiple of the block size.
         ready_layers: layers that stand in ``kv`` already, default all; see :meth:`Saving.layer_ready`.
         """
-        self._check_process()
+        self._place.check()
         hashed = self._hashed(prompt)
         if not 0 <= start <= hashed.tokens or start % self.block_size:
             raise SpecError(
@@ -310,12 +318,12 @@ class Client:
         offered = min(len(hashed.digests) - first, port.blocks)
         if offered <= 0:
             why = "nothing new" if first and first == len(hashed.digests) else "no full block to store"
-            return Saving.of(StoreResult(0, {}, 0, why))
+            return Saving.of(self._place, StoreResult(0, {}, 0, why))
         budget = self._budget(deadline)
         ready = self.model.num_layers if ready_layers is None else ready_layers
         # A server reserves all that one request names at once; long prompts take several: others get on.
         parts = range(0, offered, protocol.MAX_STORE_BLOCKS)
-        saving = Saving(len(parts), self._give_up, budget)
+        saving = Saving(self._place, len(parts), self._give_up, budget)
         for begin in parts:
             count = min(protocol.MAX_STORE_BLOCKS, offered - begin)
             at = first + begin
@@ -345,7 +353,7 @@ class Client:
         """For each full block, whether it is stored; all False when no server answers. Renews nothing.
 
         Blocks beyond ``protocol.MAX_BLOCKS`` (2 million tokens) are never hits and count as not stored."""
-        self._check_process()
+        self._place.check()
         hashed = self._hashed(prompt)
         if not hashed.digests:
             return []
@@ -359,7 +367,7 @@ class Client:
 
     async def evict(self, prompt: Tokens | Prompt | Match, *, deadline: float | None = None) -> int:
         """Remove the prompt's blocks and all that follow them; returns how many went. Raises Unavailable."""
-        self._check_process()
+        self._place.check()
         hashed = self._hashed(prompt)
         if not hashed.digests:
             return 0
@@ -369,7 +377,7 @@ class Client:
 
     async def clear(self, *, deadline: float | None = None) -> int:
         """Remove the whole namespace, running stores included; returns the blocks gone (or Unavailable)."""
-        self._check_process()
+        self._place.check()
         return self._removed(await self._ask(protocol.Clear(self._link.handle), deadline)).blocks
 
     # --- helpers
@@ -435,13 +443,6 @@ class Client:
             f"not stored: when this connection was made the server had nothing of tenant "
             f"{self._tenant.name!r} (with another secret it is another tenant)"
         )
-
-    def _check_process(self) -> None:
-        if os.getpid() != self._pid:
-            raise HyperCacheError(
-                "this client was made in another process and is not fork-safe; "
-                "call hypercache.connect in the child"
-            )
 
 
 def _seconds(deadline: float) -> float:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Generator
 from typing import Any
 
 from hypercache.client.operations import FetchOperation, StoreOperation
+from hypercache.client.place import Place
 from hypercache.client.results import FetchResult, StoreResult
 from hypercache.errors import SpecError
 
@@ -15,7 +16,8 @@ from hypercache.errors import SpecError
 class Transfer:
     """A fetch that runs: wait for one layer, or for the end. Made by :meth:`Client.start_fetch`."""
 
-    def __init__(self, start: int, layers: range) -> None:
+    def __init__(self, place: Place, start: int, layers: range) -> None:
+        self._place = place
         self._start = start
         self._layers = layers
         self._operation: FetchOperation | None = None
@@ -36,6 +38,7 @@ class Transfer:
 
         What is in place may be fewer tokens than asked for: only the result says how many may be used.
         """
+        self._place.check()
         if index not in self._layers:
             raise SpecError(
                 f"layer {index} is not among the layers {self._layers.start}..{self._layers.stop - 1}"
@@ -53,6 +56,7 @@ class Transfer:
 
     async def result(self) -> FetchResult:
         """The outcome. Cancelling this wait cancels the fetch."""
+        self._place.check()
         try:
             while self._result is None:
                 future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
@@ -65,6 +69,7 @@ class Transfer:
 
     def cancel(self) -> None:
         """Stop; nothing is written to the buffers after this returns. Harmless when it has ended."""
+        self._place.check()
         self._stop()
 
     @property
@@ -94,7 +99,10 @@ class Transfer:
 class Saving:
     """A store that runs, layer by layer as the engine computes. Made by :meth:`Client.start_store`."""
 
-    def __init__(self, parts: int, give_up: Callable[[StoreOperation, str], None], budget: float) -> None:
+    def __init__(
+        self, place: Place, parts: int, give_up: Callable[[StoreOperation, str], None], budget: float
+    ) -> None:
+        self._place = place
         self._parts = parts
         self._give_up = give_up
         self._operations: list[StoreOperation] = []
@@ -103,14 +111,15 @@ class Saving:
         self._timer = asyncio.get_running_loop().call_later(budget, self.abandon, "deadline")
 
     @classmethod
-    def of(cls, result: StoreResult) -> Saving:
+    def of(cls, place: Place, result: StoreResult) -> Saving:
         """A store that has ended before it began."""
-        saving = cls(0, _ignore, 0)
+        saving = cls(place, 0, _ignore, 0)
         saving._finish(result)
         return saving
 
     def layer_ready(self, index: int) -> None:
         """Layers up to and with ``index`` stand in the buffers and change no more until the store ends."""
+        self._place.check()
         for operation in self._operations:
             operation.layer_ready(index)
 
@@ -119,6 +128,7 @@ class Saving:
 
     async def result(self) -> StoreResult:
         """The outcome. Cancelling this wait cancels the store."""
+        self._place.check()
         try:
             while self._result is None:
                 future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -131,6 +141,7 @@ class Saving:
 
     def cancel(self) -> None:
         """Give up; what is not complete is not stored, and the buffers are not read after this returns."""
+        self._place.check()
         self.abandon("cancelled")
 
     # --- for operations and the client

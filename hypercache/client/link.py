@@ -27,6 +27,7 @@ AGENT = "hypercache-client/0.1.0"
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 CONNECT_S = 5.0
+CLOSE_S = 1.0  # for a goodbye; a server that hangs is not waited for
 #: Refusals that no retry mends: the two sides do not fit.
 PERMANENT = {
     ErrorCode.VERSION,
@@ -77,16 +78,25 @@ class Link:
                 await self._tried.wait()
 
     async def close(self) -> None:
+        """End all operations at once, then the line: in order if the server takes part, else by force."""
         self.state, self.reason = "closed", "the client is closed"
-        if self._task is not None:
-            self._task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._task
-            self._task = None
+        task, self._task = self._task, None
         channel, self.channel = self.channel, None
-        if channel is not None:
-            await channel.close()
-        self._end_all("the client is closed")
+        try:
+            if channel is not None:
+                for request_id in self._operations:
+                    channel.drop_sink(request_id)  # no byte lands in a buffer whose operation has ended
+            self._end_all(self.reason)
+            if task is not None:
+                task.cancel()
+                await asyncio.wait([task])
+            if channel is not None:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(CLOSE_S):
+                        await channel.close()
+        finally:
+            if channel is not None:
+                channel.abort()  # nothing if it is closed by now
 
     async def _run(self) -> None:
         pause = FIRST_PAUSE_S

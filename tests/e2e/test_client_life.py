@@ -1,0 +1,264 @@
+"""The life of a client: closed while in use, forked, cancelled, on the wrong loop, lied to."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import signal
+import subprocess
+import sys
+import textwrap
+import threading
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import pytest
+
+import hypercache
+from hypercache import KVBuffers, SyncClient, TenantKey
+from hypercache.errors import HyperCacheError
+
+from .conftest import fill, make_spec, poisoned, running_node, tokens_of
+from .test_faults import Server
+
+SPEC = make_spec()
+BIG = make_spec(layers=32, heads=8, dim=128)  # 128 KiB a token
+OPTIONS: dict[str, Any] = {"model": SPEC, "codec": "raw", "tenant": TenantKey.public()}
+HANGS_S = 20.0  # far beyond what anything here takes: only what never ends reaches it
+
+
+@pytest.fixture
+async def frozen() -> Any:
+    """A listener that accepts and reads nothing: to its clients a server that hangs from the start."""
+    held: list[asyncio.StreamWriter] = []
+    server = await asyncio.start_server(lambda _, writer: held.append(writer), "127.0.0.1", 0)
+    yield server
+    for writer in held:
+        writer.transport.abort()
+    server.close()
+    await server.wait_closed()
+
+
+def uri_of(server: asyncio.Server) -> str:
+    return f"tcp://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+
+
+@contextlib.asynccontextmanager
+async def hanging_client() -> AsyncIterator[hypercache.Client]:
+    """A client of a model so large that its output fills every buffer, and a server that stops reading."""
+    server = await asyncio.to_thread(Server)
+    try:
+        client = await hypercache.connect(server.uri, **{**OPTIONS, "model": BIG})
+        server.signal(signal.SIGSTOP)
+        yield client
+        await client.close()
+    finally:
+        server.stop()
+
+
+def link_tasks() -> list[str]:
+    return [task.get_name() for task in asyncio.all_tasks() if "hypercache link" in task.get_name()]
+
+
+# --- the blocking face
+
+
+async def test_threads_that_call_while_another_closes_all_end() -> None:
+    async with running_node() as node:
+        for _ in range(8):
+            await asyncio.to_thread(_close_under_load, node.uris[0])
+
+
+def _close_under_load(uri: str) -> None:
+    client = hypercache.connect_sync(uri, **OPTIONS)
+    prompt = client.prompt(tokens_of(1, 65))
+    ended: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            while True:
+                client.match(prompt)
+        except BaseException as error:
+            ended.append(error)
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(6)]
+    for thread in threads:
+        thread.start()
+    time.sleep(0.03)
+    client.close()
+    for thread in threads:
+        thread.join(HANGS_S)
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(ended) == len(threads)
+    assert all(type(error) is HyperCacheError and "closed" in str(error) for error in ended)
+
+
+async def test_what_waits_when_the_loop_is_stopped_gets_a_miss_and_later_calls_a_typed_error(
+    frozen: asyncio.Server,
+) -> None:
+    def script() -> None:
+        client = hypercache.connect_sync(uri_of(frozen), **OPTIONS, deadline=0.2)
+        saving = client.start_store(tokens_of(1, 65), KVBuffers.allocate(SPEC, 65), ready_layers=1)
+        client.close()
+        client.close()
+        saving.layer_ready(2)  # the engine goes on with its layers: that is no fault
+        for call in (saving.result, saving.cancel, lambda: client.match(tokens_of(1, 65)), client.clear):
+            with pytest.raises(HyperCacheError, match="closed"):
+                call()
+
+    await asyncio.to_thread(script)
+
+
+FORK_SCRIPT = """
+    import os, sys, time, warnings
+    warnings.simplefilter("ignore")  # fork with threads, on purpose
+    import hypercache
+    from tests.e2e.conftest import *
+    options = dict(model=make_spec(), codec="raw", tenant=hypercache.TenantKey.public())
+    client = hypercache.connect_sync({uri!r}, **options)
+    kv = fill(KVBuffers.allocate(make_spec(), 65), 1)
+    assert client.store(tokens_of(1, 65), kv).stored == 4
+    transfer = client.start_fetch(tokens_of(1, 65), poisoned(make_spec(), 65))
+    saving = client.start_store(tokens_of(2, 65), kv, ready_layers=1)
+    calls = {{
+        "exit": lambda: sys.exit(0),
+        "close": lambda: client.close(),
+        "with": lambda: client.__exit__(None, None, None),
+        "match": lambda: client.match(tokens_of(1, 65)),
+        "layer": lambda: transfer.layer(0),
+        "fetched": lambda: transfer.result(),
+        "cancel fetch": lambda: transfer.cancel(),
+        "layer_ready": lambda: saving.layer_ready(1),
+        "stored": lambda: saving.result(),
+        "cancel store": lambda: saving.cancel(),
+    }}
+    for name, call in calls.items():
+        pid = os.fork()
+        if not pid:
+            try:
+                call()
+                print(name, "returned", flush=True)
+            except hypercache.HyperCacheError as error:
+                print(name, "raised", "in the child" in str(error), flush=True)
+            sys.exit(0)  # atexit must not wait for the parent's thread either
+        os.waitpid(pid, 0)
+    saving.layer_ready(3)
+    assert transfer.result().hit_tokens == 64 and saving.result().stored == 4  # the parent's, unharmed
+    client.close()
+    print("parent done")
+"""
+
+
+async def test_a_forked_child_never_waits_for_the_parents_thread() -> None:
+    async with running_node() as node:
+        script = textwrap.dedent(FORK_SCRIPT.format(uri=node.uris[0]))
+        done = await asyncio.to_thread(
+            subprocess.run,
+            [sys.executable, "-c", script],
+            capture_output=True,
+            text=True,
+            timeout=60,
+            check=False,
+        )
+    assert done.stderr == ""
+    lines = done.stdout.splitlines()
+    assert lines[:2] == ["close returned", "with returned"] and lines[-1] == "parent done"
+    assert len(lines) == 10 and all(line.endswith("raised True") for line in lines[2:-1]), lines
+
+
+def test_help_says_what_each_blocking_call_does() -> None:
+    public = [getattr(SyncClient, name) for name in dir(SyncClient) if not name.startswith("_")]
+    assert len(public) >= 10 and all(inspect.getdoc(call) for call in public)
+
+
+# --- closing and cancelling
+
+
+async def test_close_ends_operations_first_and_does_not_wait_for_a_server_that_hangs() -> None:
+    """Output of megabytes is pending when the server stops reading; a fetch waits for its answer."""
+    async with hanging_client() as client:
+        kv = KVBuffers.allocate(BIG, 513)
+        storing = asyncio.create_task(client.store(tokens_of(1, 513), kv, deadline=60))
+        fetching = client.start_fetch(tokens_of(2, 65), poisoned(BIG, 65), deadline=60)
+        await asyncio.sleep(0.1)
+        closing = asyncio.create_task(client.close())
+        await asyncio.sleep(0)
+        assert (await fetching.result()).reason == "the client is closed"
+        assert not closing.done()
+        async with asyncio.timeout(HANGS_S):
+            await closing
+            assert (await storing).reason == "the client is closed"
+    assert link_tasks() == []
+
+
+async def test_a_cancelled_connect_leaves_neither_task_nor_socket(frozen: asyncio.Server) -> None:
+    for _ in range(3):
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.1):
+                await hypercache.connect(uri_of(frozen), **OPTIONS)
+    assert link_tasks() == []
+
+
+async def test_a_cancelled_close_still_closes() -> None:
+    async with hanging_client() as client:
+        saving = client.start_store(tokens_of(1, 513), KVBuffers.allocate(BIG, 513))
+        await asyncio.sleep(0.1)
+        channel = client._link.channel
+        assert channel is not None and channel.state == "open"
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(0.05):
+                await client.close()
+        assert channel.state == "closed" and link_tasks() == []
+        assert (await saving).reason == "the client is closed"
+
+
+# --- the wrong loop
+
+
+def test_on_another_loop_every_call_says_so_at_once() -> None:
+    async def first() -> tuple[Any, ...]:
+        async with running_node() as node:
+            client = await hypercache.connect(node.uris[0], **OPTIONS)
+            kv = fill(KVBuffers.allocate(SPEC, 65), 1)
+            transfer = client.start_fetch(tokens_of(1, 65), poisoned(SPEC, 65))
+            saving = client.start_store(tokens_of(1, 65), kv, ready_layers=1)
+            prompt = client.prompt(tokens_of(1, 65))
+
+            async def elsewhere() -> None:
+                for call in (
+                    lambda: client.match(prompt),
+                    lambda: client.fetch(prompt, poisoned(SPEC, 65)),
+                    lambda: client.store(prompt, kv),
+                    lambda: client.contains(prompt),
+                    lambda: client.evict(prompt),
+                    client.clear,
+                    client.close,
+                    transfer.result,
+                    lambda: transfer.layer(1),
+                    saving.result,
+                ):
+                    with pytest.raises(HyperCacheError, match="connect in each loop"):
+                        async with asyncio.timeout(HANGS_S):
+                            await call()
+                for plain in (
+                    lambda: client.start_fetch(prompt, poisoned(SPEC, 65)),
+                    lambda: client.start_store(prompt, kv),
+                    transfer.cancel,
+                    saving.cancel,
+                    lambda: saving.layer_ready(3),
+                ):
+                    with pytest.raises(HyperCacheError, match="connect in each loop"):
+                        plain()
+
+            await asyncio.to_thread(lambda: asyncio.run(elsewhere()))
+            with pytest.raises(HyperCacheError, match="connect in each loop"):
+                await asyncio.to_thread(saving.layer_ready, 3)  # no loop at all
+            saving.layer_ready(3)
+            assert (await saving).stored == 4 and (await transfer).hit_tokens in (0, 64)
+            assert (await client.match(prompt)).hit_tokens == 64
+            await client.close()
+        return ()
+
+    asyncio.run(first())
