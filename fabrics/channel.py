@@ -26,6 +26,7 @@ from fabrics.inbound import Inbound
 from fabrics.outbox import Flight, Outbox
 
 BUDGET = 2 << 20  # bytes moved per callback, so that one channel does not hold up the others
+TIME_BUDGET = 0.003  # seconds per callback, likewise: small frames cost by their number
 _LINGER = 1.0  # seconds to wait for the peer's own end after our goodbye is on its way
 _STALL_TICKS = 4  # the stall limit is looked at this many times
 
@@ -137,10 +138,9 @@ class FrameChannel(Channel):
 
     async def close(self, timeout: float | None = None) -> None:  # noqa: ASYNC109
         self.hang_up()
+        limit = self._limits.stall_timeout if timeout is None else timeout
         try:
-            await asyncio.wait(
-                [self._gone], timeout=self._limits.stall_timeout if timeout is None else timeout
-            )
+            await asyncio.wait([self._gone], timeout=limit)
         finally:
             self._too_late()
         await asyncio.wait([self._gone])

@@ -7,7 +7,7 @@ import weakref
 
 from fabrics.base import AcceptCallback, Channel, Fabric, Frame, Handler, Limits, Listener, Outgoing
 from fabrics.buffers import Cursor
-from fabrics.channel import BUDGET, FrameChannel
+from fabrics.channel import BUDGET, TIME_BUDGET, FrameChannel
 from fabrics.errors import AddressError, ChannelClosed, ConnectFailed
 from fabrics.framing import HEADER_NBYTES, Goodbye, check_lengths, encode_head
 from fabrics.inbound import CHUNK
@@ -116,7 +116,7 @@ class LoopbackChannel(FrameChannel):
     def _move(self) -> None:
         """Bring output to the other end until the budget is spent, nothing is left, or it must wait."""
         self._woken = False
-        budget = BUDGET
+        budget, until = BUDGET, self._loop.time() + TIME_BUDGET
         try:
             while budget > 0 and self._state != "closed" and not self._other._choked:
                 flight = self._flight or self._begin()
@@ -124,6 +124,8 @@ class LoopbackChannel(FrameChannel):
                     return
                 if self._flight is not None:
                     budget -= self._step(flight)
+                if self._loop.time() >= until:
+                    break
         except Exception as error:
             self._fail(error)
             return

@@ -12,13 +12,14 @@ from collections import deque
 from itertools import islice
 
 from fabrics.base import Handler, Limits, Outgoing
-from fabrics.channel import BUDGET, FrameChannel
+from fabrics.channel import BUDGET, TIME_BUDGET, FrameChannel
 from fabrics.errors import ChannelClosed
 from fabrics.framing import HEADER_NBYTES, Decoder, encode_head
 from fabrics.inbound import CHUNK
 from fabrics.outbox import Flight
 
 _GATHER = 1 << 20  # bytes taken from the outbox ahead of the kernel: frames that share one system call
+_GATHER_FRAMES = 256  # ... and as many frames at most, so that they cost little until the kernel has them
 _MAX_VIEWS = 1024  # the kernel takes no more in one call
 _JOIN = 4 << 10  # bodies up to this are joined with their header
 
@@ -38,6 +39,7 @@ class StreamChannel(FrameChannel):
         self._reading = self._writing = False  # registered with the loop
         self._busy = False  # inside a callback that flushes when it ends
         self._woken = False  # a flush is due
+        self._resuming = False  # frames are staged, and the next turn of the loop goes on with them
         self._broken: Exception | None = None  # output failed; what the peer said before is read first
 
     def start(self, handler: Handler) -> None:
@@ -50,7 +52,16 @@ class StreamChannel(FrameChannel):
             self._loop.add_reader(self._sock, self._on_readable)
             self._reading = True
             if self._decoder.partial:  # frames that were staged when reading had to pause
-                self._loop.call_soon(self._on_readable)
+                self._resume_soon()
+
+    def _resume_soon(self) -> None:
+        if not self._resuming:
+            self._resuming = True
+            self._loop.call_soon(self._resume)
+
+    def _resume(self) -> None:
+        self._resuming = False
+        self._on_readable()
 
     def _wake(self) -> None:
         if not (self._busy or self._woken or self._writing):
@@ -90,15 +101,15 @@ class StreamChannel(FrameChannel):
     # -- input
 
     def _on_readable(self) -> None:
-        if self._state == "closed":
+        if self._state == "closed" or self._resuming:
             return
         self._busy = True
-        budget = BUDGET
+        budget, until = BUDGET, self._loop.time() + TIME_BUDGET
         inbound, limit = self._inbound, self._limits.max_queued
         try:
-            self._parse()
-            while budget > 0 and not inbound.over and self._outbox.queued <= limit:
-                asked, got = self._receive()
+            more = self._parse(until)
+            while more and budget > 0 and not inbound.over and self._outbox.queued <= limit:
+                asked, got, more = self._receive(until)
                 budget -= got
                 if got < asked:
                     break
@@ -111,11 +122,14 @@ class StreamChannel(FrameChannel):
         if self._choked and self._broken is None:
             self._loop.remove_reader(self._sock)
             self._reading = False
+        elif not more and self._decoder.partial:
+            self._resume_soon()
         if self._outbox and not self._writing:
             self._flush()
 
-    def _receive(self) -> tuple[int, int]:
-        """One system call, and all that follows from it. Returns bytes asked for and got."""
+    def _receive(self, until: float) -> tuple[int, int, bool]:
+        """One system call, and all that follows from it. Returns bytes asked for and got, and whether there
+        is time for another."""
         inbound, decoder = self._inbound, self._decoder
         if inbound.left:
             views, asked = inbound.peek(CHUNK)
@@ -124,32 +138,35 @@ class StreamChannel(FrameChannel):
             got = self._read_into(views)
             del views  # the sink's owner may take the memory back in a callback
             if not got:
-                return 1, 0
+                return 1, 0, True
             landed = min(got, asked)
             inbound.advance(landed)
             if got == landed:
-                return asked, got
+                return asked, got, self._loop.time() < until
             decoder.wrote(got - landed)
         else:
             room = decoder.room()
             asked = len(room)
             got = self._read_into([room])
             if not got:
-                return 1, 0
+                return 1, 0, True
             decoder.wrote(got)
-        self._parse()
-        return asked, got
+        return asked, got, self._parse(until)
 
-    def _parse(self) -> None:
-        """Act on what is staged, until it is used up or our answers have to go first."""
+    def _parse(self, until: float) -> bool:
+        """Act on what is staged, until it is used up or our answers have to go first (True), or the time is
+        over (False)."""
         inbound, decoder, limit = self._inbound, self._decoder, self._limits.max_queued
         while decoder.partial and not inbound.over and self._outbox.queued <= limit:
             if (frame := decoder.next()) is None:
-                return
+                return True
             self._head = HEADER_NBYTES + len(frame.body)
             self._dispatch(frame)
             if inbound.left and not inbound.over:
                 inbound.fill(decoder.take(inbound.left))
+            if self._loop.time() >= until:
+                return False
+        return True
 
     def _read_into(self, views: list[memoryview]) -> int:
         """Bytes read; 0: nothing there, or the stream has ended and with it the channel."""
@@ -205,11 +222,16 @@ class StreamChannel(FrameChannel):
 
     def _transmit(self) -> bool:
         """Send until the kernel takes no more, the budget is spent (True) or nothing is left (False)."""
-        budget = BUDGET
+        budget, until = BUDGET, self._loop.time() + TIME_BUDGET
         while budget > 0:
+            in_time = True
             while (
-                self._loaded - self.stats.bytes_out < _GATHER and (flight := self._outbox.next()) is not None
+                in_time
+                and self._loaded - self.stats.bytes_out < _GATHER
+                and len(self._ends) < _GATHER_FRAMES
+                and (flight := self._outbox.next()) is not None
             ):
+                in_time = self._loop.time() < until
                 self._views += flight.views
                 self._loaded += flight.nbytes
                 self._ends.append((self._loaded, flight))
@@ -228,6 +250,8 @@ class StreamChannel(FrameChannel):
             self._account(sent)
             if sent < asked:
                 return True
+            if self._loop.time() >= until:
+                break
         return bool(self._views or self._outbox)
 
     def _account(self, sent: int) -> None:

@@ -236,6 +236,25 @@ async def test_closing_ends_in_time_though_the_peer_is_frozen() -> None:
         assert isinstance(await pair.near.lost(), ChannelStalled)
 
 
+async def test_closing_ends_when_its_own_time_is_over() -> None:
+    """The stall limit of 30 s is too long for someone who stops and has other peers to say goodbye to."""
+    async with through_proxy() as (pair, proxy):
+        proxy.there.freeze_at = 0
+        pair.client.send(pair.ledger.lend(DATA, 1, b"", [bytearray(64 << 20)]))
+        await asyncio.wait_for(pair.client.close(timeout=0.05), timeout=5)
+        assert isinstance(await pair.near.lost(), ChannelStalled)
+        pair.ledger.assert_settled()
+
+
+async def test_hanging_up_on_a_frozen_peer_ends_though_nobody_waits_for_it() -> None:
+    async with through_proxy(QUICK) as (pair, proxy):
+        proxy.there.freeze_at = 0
+        pair.client.send(pair.ledger.lend(DATA, 1, b"", [bytearray(64 << 20)]))
+        pair.client.hang_up()
+        assert pair.client.state == "closing"
+        assert isinstance(await pair.near.lost(), ChannelStalled)
+
+
 async def test_a_cancelled_close_is_an_abort() -> None:
     async with through_proxy() as (pair, proxy):
         proxy.there.freeze_at = 0

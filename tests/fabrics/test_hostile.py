@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import socket
 import weakref
 
 import pytest
-from fabric_kit import DATA, SMALL, Pair, Received, joined, pattern
+from fabric_kit import DATA, SMALL, Frames, Ledger, Party, Received, joined, uri_for
 
-from fabrics import Channel, Frame, Limits, Outgoing, Sink
-from fabrics.errors import ChannelStalled
+from fabrics import Channel, Frame, Outgoing, Sink, fabric_for
+from fabrics.framing import encode_head
 
 
 @pytest.fixture(params=["tcp", "loop"])
@@ -125,6 +126,60 @@ async def test_what_was_said_before_hanging_up_arrives(scheme: str) -> None:
         assert [(item.request_id, item.body) for item in pair.near.received] == [(0, b"no")]
 
 
-def _freeze(pair: Pair) -> None:
-    """The peer takes nothing any more: it is choked by output of its own that nobody takes."""
-    pair.server.send(pair.ledger.lend(DATA, 1, b"", [pattern(1000, 1)]))
+FLOOD = 30_000
+
+
+@pytest.mark.parametrize("way", ["tcp", "loop", "raw"])
+async def test_a_flood_of_tiny_frames_is_handled_in_turns_with_others(way: str) -> None:
+    """The flooder's frames fit a few segments; in bytes they are nothing, in work they are seconds."""
+    ledger = Ledger()
+    flooded, near = Party(ledger), Party(ledger)
+    handled = 0
+
+    def work(channel: Channel, frame: Frame) -> None:
+        nonlocal handled
+        handled += 1
+        if handled == FLOOD:
+            flooded.events.set()
+        sum(range(1000))  # what a real handler does at least
+
+    flooded.answers = work
+    echoing = Party(ledger)
+    echoing.on_each = lambda channel, came: channel.send(Outgoing(SMALL, came.request_id, b""))
+    handlers = [echoing, flooded]
+    fabric = fabric_for("loop://" if way == "loop" else "tcp://")
+    listener = await fabric.listen(
+        uri_for("loop" if way == "loop" else "tcp"), lambda channel: handlers.pop(0)
+    )
+    client = await fabric.connect(listener.uris[0], near, timeout=5)
+    client.send(Outgoing(SMALL, 0, b""))
+    await near.count(1)
+
+    frame = encode_head(SMALL, 0, 1, b"", 0)
+    raw = socket.socket()
+    flooding: asyncio.Future[None] | None = None
+    flooder: Channel | None = None
+    if way == "raw":
+        raw.connect(("127.0.0.1", int(listener.uris[0].rpartition(":")[2])))
+        flooding = asyncio.ensure_future(asyncio.to_thread(raw.sendall, frame * FLOOD))
+    else:
+        flooder = await fabric.connect(listener.uris[0], Party(ledger), timeout=5)
+        flooder.add_source(Frames(Outgoing(SMALL, 1, b"") for _ in range(FLOOD)))
+
+    rounds = most = 0
+    while handled < FLOOD:
+        before = handled
+        rounds += 1
+        client.send(Outgoing(SMALL, rounds, b""))
+        await near.count(rounds + 1)
+        most = max(most, handled - before)
+    assert rounds >= 12, f"{rounds} answers while {FLOOD} frames of another were handled"
+    assert most < FLOOD / 3, f"{most} frames of another were handled before one of ours"
+    if flooding is not None:
+        await flooding
+    raw.close()
+    await client.close()
+    if flooder is not None:
+        await flooder.close()
+    await listener.close()
+    await flooded.lost()
