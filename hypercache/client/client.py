@@ -227,7 +227,8 @@ class Client:
             is the first block fetched (bytes as they travel).
         start: tokens the engine holds already; nothing before it is written.
         layers: contiguous range of layers, default all.
-        on_layer: called on the loop's thread with each layer that is in place.
+        on_layer: called on the loop's thread with each layer that is in place. If it raises, the fetch ends
+            as a miss whose reason names the exception, which is logged.
         Raises SpecError when the buffers do not fit the model.
         """
         self._place.check()
@@ -257,7 +258,14 @@ class Client:
             transfer._finish(FetchResult(start, hit if hit > start else 0, operation.wire_bytes, reason))
 
         operation = FetchOperation(
-            port, self.chunk_nbytes, asked, wanted, FRAME_BYTES, transfer._layer_done, ended
+            port,
+            self.chunk_nbytes,
+            asked,
+            wanted,
+            FRAME_BYTES,
+            transfer._layer_done,
+            ended,
+            lambda reason: self._give_up(operation, reason),
         )
         transfer._operation = operation
         transfer._good = lambda: (first + operation.good) * self.block_size
@@ -270,8 +278,7 @@ class Client:
             max(1, int(budget * 1000)),
             FRAME_BYTES,
         )
-        if self._link.begin(message, operation) is None:
-            operation.end(self._link.reason)
+        self._link.begin(message, operation)
         return transfer
 
     async def fetch(
@@ -336,11 +343,9 @@ class Client:
             blocks = range(begin, begin + count)
             operation = StoreOperation(port, self.chunk_nbytes, blocks, ready, FRAME_BYTES, saving)
             saving.add(operation)
-            request_id = self._link.begin(message, operation)
-            if request_id is None or self._link.channel is None:
-                operation.end(self._link.reason)
-            else:
-                operation.begin(self._link.channel, request_id)
+            channel = self._link.begin(message, operation)
+            if channel is not None:
+                operation.begin(channel)
         return saving
 
     async def store(
@@ -405,14 +410,14 @@ class Client:
             if reason == "deadline":
                 self._link.timed_out(operation)
             operation.end(reason)
-            self._link.forget(operation.request_id)
+            self._link.forget(operation)
 
     async def _ask(self, question: protocol.Message, deadline: float | None) -> protocol.Message | str:
         return await self._link.call(question, self._budget(deadline))
 
     def _removed(self, answer: protocol.Message | str) -> protocol.Removed:
         if isinstance(answer, protocol.Removed):
-            return answer
+            return protocol.Removed(max(0, answer.blocks), max(0, answer.nbytes))
         raise Unavailable(answer if isinstance(answer, str) else _refusal(answer))
 
     def _hashed(self, prompt: Tokens | Prompt | Match) -> Prompt:

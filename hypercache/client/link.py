@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import logging
 import random
+import time
 from typing import TypeVar
 
 from fabrics import Channel, FabricError, Frame, Limits, Outgoing, Sink, fabric_for
@@ -27,6 +28,8 @@ AGENT = "hypercache-client/0.1.0"
 FIRST_PAUSE_S = 0.05
 LONGEST_PAUSE_S = 2.0
 CONNECT_S = 5.0
+SETTLED_S = 5.0  # a line that held so long was a good one: the next try comes soon
+MAX_IN_FLIGHT = 4096  # requests; what waits for a server that hangs is bounded
 CLOSE_S = 1.0  # for a goodbye; a server that hangs is not waited for
 #: Refusals that no retry mends: the two sides do not fit.
 PERMANENT = {
@@ -54,6 +57,7 @@ class Link:
         self.opened: protocol.Opened | None = None
         self.server: protocol.HelloOk | None = None
         self.error: HyperCacheError | FabricError | None = None  # why the last try failed
+        self.pause = FIRST_PAUSE_S  # the longest before the next try
         self._hello = hello
         self._opening = opening
         try:
@@ -99,21 +103,22 @@ class Link:
                 channel.abort()  # nothing if it is closed by now
 
     async def _run(self) -> None:
-        pause = FIRST_PAUSE_S
         while True:
             try:
                 await self._connect()
                 self._tried.set()
-                pause = FIRST_PAUSE_S
+                since = time.monotonic()
                 await self._lost.wait()
+                if time.monotonic() - since >= SETTLED_S:
+                    self.pause = FIRST_PAUSE_S
             except (FabricError, HyperCacheError) as error:
                 self.error = error
                 self._down(f"unreachable: {error}")
-                self._log.info("cannot connect, trying again within %.2f s: %s", pause, error)
+                self._log.info("cannot connect, trying again within %.2f s: %s", self.pause, error)
                 self._tried.set()
             # Full jitter: a thousand clients of a server that comes back do not return in one wave.
-            await asyncio.sleep(random.uniform(FIRST_PAUSE_S / 2, pause))
-            pause = min(pause * 2, LONGEST_PAUSE_S)
+            await asyncio.sleep(random.uniform(FIRST_PAUSE_S / 2, self.pause))
+            self.pause = min(self.pause * 2, LONGEST_PAUSE_S)
 
     async def _connect(self) -> None:
         self._lost.clear()
@@ -125,7 +130,10 @@ class Link:
                 greeting = self._ask(channel, self._hello)
                 opening = self._ask(channel, self._opening)
                 server = self._expect(await greeting, protocol.HelloOk)
+                self._check(server)
                 opened = self._expect(await opening, protocol.Opened)
+                if self.channel is not channel:
+                    raise Unavailable(f"{self.uri} closed the connection it had just accepted")
         except TimeoutError as error:
             refusal = Unavailable(
                 f"{self.uri} accepted the connection but did not answer within {CONNECT_S} s"
@@ -155,31 +163,46 @@ class Link:
             raise ProtocolError(f"{self.uri} answered {type(answer).__name__} instead of {kind.__name__}")
         return answer
 
+    def _check(self, server: protocol.HelloOk) -> None:
+        """What the server chose must be among what was offered."""
+        hello = self._hello
+        if not hello.lowest <= server.version <= hello.highest or server.checksum not in hello.checksums:
+            raise ProtocolError(
+                f"{self.uri} ({server.agent[:80]!r}) chose protocol version {server.version} with checksum "
+                f"{server.checksum[:80]!r}; offered were versions {hello.lowest}..{hello.highest} with "
+                f"{', '.join(hello.checksums)}: it is not a server of these versions"
+            )
+
     def _down(self, reason: str) -> None:
         if self.state != "closed":
             self.state, self.reason = "down", reason
 
     # --- requests
 
-    def begin(self, message: protocol.Message, operation: Operation) -> int | None:
-        """Send ``message`` and route its answers to ``operation``; None when there is no line."""
-        if self.state != "ready" or self.channel is None:
-            return None
-        return self._begin(self.channel, message, operation)
+    def begin(self, message: protocol.Message, operation: Operation) -> Channel | None:
+        """Send ``message`` and route its answers to ``operation``; returns the channel it went to.
 
-    def _begin(self, channel: Channel, message: protocol.Message, operation: Operation) -> int | None:
-        request_id = next(self._ids)
-        operation.request_id = request_id
+        None: the operation has ended with a reason, for there is no line or too much runs on it.
+        """
+        channel = self.channel
+        if self.state != "ready" or channel is None:
+            operation.end(self.reason)
+        elif len(self._operations) >= MAX_IN_FLIGHT:
+            operation.end(f"busy: {MAX_IN_FLIGHT} calls of this client are waiting for {self.uri}")
+        else:
+            self._begin(channel, message, operation)
+        return None if operation.ended else channel
+
+    def _begin(self, channel: Channel, message: protocol.Message, operation: Operation) -> None:
+        operation.request_id = next(self._ids)
         operation.heard = channel.stats.bytes_in
-        self._operations[request_id] = operation
+        self._operations[operation.request_id] = operation
         op, body = protocol.encode(message)
         try:
-            channel.send(Outgoing(op, request_id, body))
+            channel.send(Outgoing(op, operation.request_id, body))
         except FabricError as error:
-            self._operations.pop(request_id, None)
+            self._operations.pop(operation.request_id, None)
             operation.end(f"unreachable: {error}")
-            return None
-        return request_id
 
     def _ask(self, channel: Channel, message: protocol.Message) -> asyncio.Future[protocol.Message | str]:
         operation = Call(asyncio.get_running_loop().create_future())
@@ -189,9 +212,7 @@ class Link:
     async def call(self, message: protocol.Message, budget: float) -> protocol.Message | str:
         """One question, one answer within ``budget`` seconds; a string says why there is none."""
         operation = Call(asyncio.get_running_loop().create_future())
-        request_id = self.begin(message, operation)
-        if request_id is None:
-            return self.reason
+        self.begin(message, operation)
         try:
             async with asyncio.timeout(budget):
                 return await operation.future
@@ -199,7 +220,7 @@ class Link:
             self.timed_out(operation)
             return f"deadline: no answer within {budget:g} s"
         finally:
-            self.forget(request_id)
+            self.forget(operation)
 
     def timed_out(self, operation: Operation) -> None:
         """A request ran out of time. If the server has not sent a byte since it began, the next ones need not
@@ -212,11 +233,11 @@ class Link:
         probe = Call(asyncio.get_running_loop().create_future())
         self._begin(channel, protocol.Contains(self.handle, bytes(protocol.DIGEST_BYTES)), probe)
 
-    def forget(self, request_id: int) -> None:
+    def forget(self, operation: Operation) -> None:
         """The request is over for us. If it still runs, the server is told and its bytes are dropped."""
-        if self._operations.pop(request_id, None) is not None and self.channel is not None:
+        if self._operations.pop(operation.request_id, None) is not None and self.channel is not None:
             with contextlib.suppress(FabricError):
-                self.channel.cancel(request_id)
+                self.channel.cancel(operation.request_id)
 
     # --- channel events
 

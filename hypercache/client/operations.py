@@ -7,6 +7,7 @@ result; what it holds (staging buffers) is given back by the channel's own callb
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from typing import Protocol
@@ -17,11 +18,13 @@ from hypercache.checksum import Verifier, checksum
 from hypercache.client.buffers import ChunkPort, Landing
 from hypercache.errors import CodecError, HyperCacheError, ProtocolError
 
+_log = logging.getLogger("hypercache.client")
+
 
 class Operation:
     """Base: a request that waits for answers."""
 
-    request_id: int
+    request_id = 0  # given when it begins
     heard = 0  # bytes that had come from the server when it began
     ended = False
 
@@ -101,6 +104,7 @@ class FetchOperation(Operation):
         frame_bytes: int,
         on_layer: Callable[[int], None],
         on_end: Callable[[], None],
+        abandon: Callable[[str], None],
     ) -> None:
         self.asked = asked
         self.good = 0
@@ -113,6 +117,7 @@ class FetchOperation(Operation):
         self._frame_bytes = frame_bytes
         self._on_layer = on_layer
         self._on_end = on_end
+        self._abandon = abandon  # end this with a reason and tell the server
         self._blocks: int | None = None  # the server's run
         self._cursor = protocol.Cursor(layers, 0)
 
@@ -133,7 +138,7 @@ class FetchOperation(Operation):
                 raise ProtocolError(f"unexpected {type(message).__name__} in a fetch")
         return None
 
-    def _land(self, message: protocol.Layers, payload_nbytes: int) -> Sink:
+    def _land(self, message: protocol.Layers, payload_nbytes: int) -> Sink | None:
         runs, crcs = message.runs, message.crcs
         for run in runs:
             if not self._cursor.take(run):
@@ -146,7 +151,12 @@ class FetchOperation(Operation):
         chunks = sum([count for _, _, count in runs])
         if not runs or len(crcs) != chunks or payload_nbytes != need or need > largest:
             raise ProtocolError(f"LAYERS carries {len(crcs)} checksums, {payload_nbytes} bytes for {need}")
-        return _FrameSink(self, runs, self._port.landing(runs), crcs)
+        try:
+            landing = self._port.landing(runs)
+        except Exception as error:
+            self._failed("the buffers cannot be written", error)
+            return None
+        return _FrameSink(self, runs, landing, crcs)
 
     def run_landed(self, run: protocol.Run, bad: int | None, keep: Callable[[int], None]) -> None:
         """All chunks of ``run`` are there; ``bad`` is the first that does not match its checksum."""
@@ -160,9 +170,22 @@ class FetchOperation(Operation):
             keep(max(0, min(self.good - first, count)))
         except CodecError as error:
             self._spoil(first, f"cannot be decoded: {error}")
+        except BaseException as error:
+            self._failed("decoding failed", error)
+            return
         if first + count == self._blocks:
             self.layers_done = layer + 1
-            self._on_layer(layer)
+            try:
+                self._on_layer(layer)
+            except BaseException as error:
+                self._failed("on_layer failed", error)
+
+    def _failed(self, what: str, error: BaseException) -> None:
+        """Code that is not ours raised: that ends this fetch, not the channel that others use as well."""
+        _log.error("a fetch was ended: %s", what, exc_info=error)
+        self._abandon(f"{what}: {error!r}")
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            raise error
 
     def _spoil(self, block: int, reason: str) -> None:
         if block < self.good:
@@ -218,9 +241,8 @@ class StoreOperation(Operation):
         self._layer = 0
         self._block = 0
 
-    def begin(self, channel: Channel, request_id: int) -> None:
+    def begin(self, channel: Channel) -> None:
         self._channel = channel
-        self.request_id = request_id
         channel.add_source(self)
 
     def layer_ready(self, layer: int) -> None:
@@ -239,6 +261,10 @@ class StoreOperation(Operation):
             lent = self._port.lend([(layer, base + at, count) for layer, at, count in runs], self._wake)
         except HyperCacheError as error:
             self._owner.abandon(f"cannot be encoded: {error}")
+            return None
+        except Exception as error:
+            _log.error("a store was ended: encoding failed", exc_info=error)
+            self._owner.abandon(f"encoding failed: {error!r}")
             return None
         if lent is None:
             return None
@@ -278,6 +304,8 @@ class StoreOperation(Operation):
                     position = first + count
                 self._wanted = wanted
             case protocol.Stored(outcome=outcome):
+                if min(outcome.values(), default=0) < 0 or sum(outcome.values()) > len(self.blocks):
+                    raise ProtocolError(f"STORED counts {outcome} of {len(self.blocks)} blocks")
                 self.outcome = outcome
                 self._finish()
             case _:

@@ -11,17 +11,20 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 import hypercache
-from hypercache import KVBuffers, SyncClient, TenantKey
-from hypercache.errors import HyperCacheError
+from fabrics import Channel, Frame, Listener, Outgoing, Sink, fabric_for
+from hypercache import ChunkBuffers, KVBuffers, SyncClient, TenantKey, protocol
+from hypercache.client import link
+from hypercache.errors import HyperCacheError, ProtocolError
 
-from .conftest import fill, make_spec, poisoned, running_node, tokens_of
-from .test_faults import Server
+from .conftest import fill, make_spec, poisoned, running_node, same, tokens_of
+from .test_faults import Server, until
 
 SPEC = make_spec()
 BIG = make_spec(layers=32, heads=8, dim=128)  # 128 KiB a token
@@ -121,7 +124,7 @@ FORK_SCRIPT = """
     kv = fill(KVBuffers.allocate(make_spec(), 65), 1)
     assert client.store(tokens_of(1, 65), kv).stored == 4
     transfer = client.start_fetch(tokens_of(1, 65), poisoned(make_spec(), 65))
-    saving = client.start_store(tokens_of(2, 65), kv, ready_layers=1)
+    saving = client.start_store(tokens_of(2, 65), kv, ready_layers=1, deadline=60)
     calls = {{
         "exit": lambda: sys.exit(0),
         "close": lambda: client.close(),
@@ -262,3 +265,184 @@ def test_on_another_loop_every_call_says_so_at_once() -> None:
         return ()
 
     asyncio.run(first())
+
+
+# --- code of the caller that raises
+
+
+class Odd(BaseException):
+    """Like what test frameworks raise: no Exception."""
+
+
+@pytest.mark.parametrize("kind", [ZeroDivisionError, Odd, asyncio.CancelledError])
+async def test_an_on_layer_that_raises_ends_its_own_fetch_and_no_other(
+    kind: type[BaseException], caplog: pytest.LogCaptureFixture
+) -> None:
+    async with running_node() as node, await hypercache.connect(node.uris[0], **OPTIONS) as client:
+        kv, tokens = fill(KVBuffers.allocate(SPEC, 1025), 1), tokens_of(1, 1025)
+        await client.store(tokens, kv)
+        channel = client._link.channel
+
+        def bad(layer: int) -> None:
+            if layer == 1:
+                raise kind("mine")
+
+        good = poisoned(SPEC, 1025)
+        other = asyncio.create_task(client.fetch(tokens, good))
+        result = await client.fetch(tokens, poisoned(SPEC, 1025), on_layer=bad)
+        assert result.hit_tokens == 0
+        assert "on_layer failed" in result.reason and kind.__name__ in result.reason
+        assert any(record.exc_info and record.exc_info[0] is kind for record in caplog.records)
+        assert (await other).hit_tokens == 1024 and same(kv, good, 0, 1024)
+        assert client._link.channel is channel and client.state == "ready"
+
+
+class Broken(ChunkBuffers):
+    """Memory that is gone when it is needed."""
+
+    def landing(self, runs: Any) -> Any:
+        raise MemoryError("no more")
+
+    def lend(self, runs: Any, wake: Any) -> Any:
+        raise MemoryError("no more")
+
+
+async def test_buffers_that_fail_end_their_own_operation_and_no_other() -> None:
+    async with running_node() as node, await hypercache.connect(node.uris[0], **OPTIONS) as client:
+        kv, tokens = fill(KVBuffers.allocate(SPEC, 1025), 1), tokens_of(1, 1025)
+        await client.store(tokens, kv)
+        channel = client._link.channel
+        good, frozen = poisoned(SPEC, 1025), poisoned(SPEC, 1025)
+        other = asyncio.create_task(client.fetch(tokens, good))
+        undecodable = client.start_fetch(tokens, frozen)
+        for layer in range(SPEC.num_layers):
+            for part in frozen.layer(layer):
+                part.setflags(write=False)  # after the check
+        broken = Broken([np.zeros((64, size), np.uint8) for size in client.chunk_nbytes])
+        assert "decoding failed: SpecError" in (await undecodable).reason
+        assert "MemoryError" in (await client.fetch(tokens, broken)).reason
+        stored = await client.store(tokens_of(2, 1025), broken)
+        assert "encoding failed: MemoryError" in stored.reason and stored.outcome == {"aborted": 64}
+        assert (await other).hit_tokens == 1024 and same(kv, good, 0, 1024)
+        assert client._link.channel is channel and client.state == "ready"
+
+
+# --- servers that lie
+
+
+class Liar:
+    """A server on a real fabric that answers what a script says. None closes the connection."""
+
+    def __init__(self, answer: Callable[[protocol.Message], protocol.Message | None]) -> None:
+        self._answer = answer
+        self.connections = 0
+
+    def accept(self, channel: Channel) -> Liar:
+        self.connections += 1
+        return self
+
+    def on_frame(self, channel: Channel, frame: Frame) -> Sink | None:
+        message = protocol.decode(frame.type, frame.body)
+        assert message is not None
+        if not isinstance(message, protocol.Put):
+            answer = self._answer(message)
+            if answer is None:
+                channel.abort(None)
+            else:
+                op, body = protocol.encode(answer)
+                channel.send(Outgoing(op, frame.request_id, body))
+        return None
+
+    def on_payload(self, channel: Channel, frame: Frame, sink: Sink) -> None: ...
+
+    def on_cancel(self, channel: Channel, request_id: int) -> None: ...
+
+    def on_lost(self, channel: Channel, error: Exception | None) -> None: ...
+
+
+@contextlib.asynccontextmanager
+async def lying(
+    answer: Callable[[protocol.Message], protocol.Message | None],
+) -> AsyncIterator[tuple[str, Liar]]:
+    liar = Liar(answer)
+    listener: Listener = await fabric_for("tcp://").listen("tcp://127.0.0.1:0", liar.accept)
+    try:
+        yield listener.uris[0], liar
+    finally:
+        await listener.close()
+
+
+def greeting(message: protocol.Message, version: int = 1, crc: str = "crc32") -> protocol.Message | None:
+    match message:
+        case protocol.Hello():
+            return protocol.HelloOk(version, "liar", crc, ("raw",), 1 << 17, 1 << 28)
+        case protocol.Open():
+            return protocol.Opened(0, 5, ())
+    return None
+
+
+@pytest.mark.parametrize(("version", "crc"), [(77, "crc32"), (0, "crc32"), (-1, "crc32"), (1, "xxh3")])
+async def test_a_server_that_chooses_what_was_not_offered_is_refused(version: int, crc: str) -> None:
+    async with lying(lambda message: greeting(message, version, crc)) as (uri, _):
+        with pytest.raises(ProtocolError, match=rf"version {version} with checksum '{crc}'"):
+            await hypercache.connect(uri, **OPTIONS)
+    assert link_tasks() == []
+
+
+@pytest.mark.parametrize("outcome", [{"stored": -5}, {"x": 2**63}, {"stored": 4, "exists": 1}])
+async def test_a_store_outcome_that_cannot_be_is_a_breach_and_not_counted(outcome: dict[str, int]) -> None:
+    def answer(message: protocol.Message) -> protocol.Message | None:
+        return protocol.Stored(outcome) if isinstance(message, protocol.Store) else greeting(message)
+
+    async with lying(answer) as (uri, _), await hypercache.connect(uri, **OPTIONS) as client:
+        result = await client.store(tokens_of(1, 65), KVBuffers.allocate(SPEC, 65))
+        assert result.stored == 0 and "STORED counts" in result.reason
+
+
+async def test_a_negative_number_removed_is_none() -> None:
+    def answer(message: protocol.Message) -> protocol.Message | None:
+        return protocol.Removed(-5, -1) if isinstance(message, protocol.Clear) else greeting(message)
+
+    async with lying(answer) as (uri, _), await hypercache.connect(uri, **OPTIONS) as client:
+        assert await client.clear() == 0
+
+
+async def test_a_server_that_greets_and_drops_is_tried_ever_less_often(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each greeting used to reset the pause: 22 connections a second, for ever."""
+
+    assert await _pause_after_drops(5) > 8 * link.FIRST_PAUSE_S
+    monkeypatch.setattr(link, "SETTLED_S", 0.0)  # every line that was ready was a good one
+    assert await _pause_after_drops(3) <= 2 * link.FIRST_PAUSE_S
+
+
+async def _pause_after_drops(drops: int) -> float:
+    async with lying(greeting) as (uri, liar), await hypercache.connect(uri, **OPTIONS) as client:
+        for number in range(1, drops + 2):
+
+            async def ready(number: int = number) -> bool:
+                return liar.connections == number and client.state == "ready"
+
+            await until(ready)
+            assert client._link.channel is not None
+            if number <= drops:
+                client._link.channel.abort(None)
+        return client._link.pause
+
+
+async def test_calls_beyond_the_bound_miss_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(link, "MAX_IN_FLIGHT", 3)
+
+    def answer(message: protocol.Message) -> protocol.Message | None:
+        return greeting(message) or protocol.Fetching(0)  # no answer that ends a fetch
+
+    async with lying(answer) as (uri, _), await hypercache.connect(uri, **OPTIONS) as client:
+        kv, tokens = KVBuffers.allocate(SPEC, 65), tokens_of(1, 65)
+        waiting = [client.start_fetch(tokens, kv) for _ in range(3)]
+        assert (await client.match(tokens)).reason.startswith("busy: 3 calls")
+        assert (await client.fetch(tokens, kv)).reason.startswith("busy: 3 calls")
+        stored = await client.store(tokens, kv)
+        assert stored.reason.startswith("busy: 3 calls") and stored.outcome == {"aborted": 4}
+        waiting[0].cancel()
+        assert "busy" not in (await client.match(tokens, deadline=0.2)).reason
