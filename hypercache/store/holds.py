@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from typing import Literal
 
 from hypercache.errors import HyperCacheError
-from hypercache.store.arena import Arena
 from hypercache.store.index import Block
 
 Reason = Literal["exists", "pending", "orphan", "full", "too_large"]
@@ -20,8 +19,9 @@ class HoldEnded(HyperCacheError):
 @dataclass(frozen=True, slots=True)
 class Skip:
     """A digest that was not reserved: "exists"; "pending" (another writer is alive); "orphan" (its prefix is
-    neither stored nor reserved); "full" (all else is held); "too_large" (exceeds the tier). What follows a
-    block skipped for the last three is skipped for the same reason."""
+    neither stored nor reserved); "full" (all else is held, or the owner has reserved as much as one may);
+    "too_large" (exceeds the tier). What follows a block skipped for the last three is skipped for the same
+    reason."""
 
     reason: Reason
 
@@ -60,6 +60,9 @@ class Lease(Hold):
         return f"<lease {self.id} blocks={len(self.blocks)} pins={self.pins} {self.ended or 'open'}>"
 
 
+Chunk = Callable[["Reservation", int], memoryview]
+
+
 class Batch:
     """The reservations of one call. They stall together: while one is written, the others wait."""
 
@@ -71,16 +74,19 @@ class Batch:
 
 
 class Reservation(Hold):
-    """The right to write one block. ``filled`` has bit ``layer`` set once that chunk is in place."""
+    """The right to write one block. ``filled`` has bit ``layer`` set once that chunk is in place.
 
-    __slots__ = ("_arena", "batch", "block", "filled")
+    It takes no memory until the first :meth:`chunk` or ``BlockStore.pin``: a promise to write evicts nothing.
+    """
 
-    def __init__(self, owner: Hashable, block: Block, batch: Batch, arena: Arena[Block]) -> None:
+    __slots__ = ("_chunk", "batch", "block", "filled")
+
+    def __init__(self, owner: Hashable, block: Block, batch: Batch, chunk: Chunk) -> None:
         super().__init__(owner, block)
         self.block = block
         self.batch = batch
         self.filled = 0
-        self._arena = arena
+        self._chunk = chunk
 
     @property
     def digest(self) -> bytes:
@@ -94,12 +100,9 @@ class Reservation(Hold):
     def chunk(self, layer: int) -> memoryview:
         """Where the chunk of ``layer`` goes: a writable view. Pin the reservation before a transport gets it.
 
-        Raises HoldEnded, SpecError.
+        Raises HoldEnded, SpecError, and StoreFull like ``BlockStore.pin``.
         """
-        if self.ended:
-            raise HoldEnded(f"cannot write block {self.digest.hex()[:12]}: {self.ended}; reserve it again")
-        first, end = self.block.tree.space.span(layer)
-        return self._arena.view(self.block.slab, self.block.slot, first, end)
+        return self._chunk(self, layer)
 
     def __repr__(self) -> str:
         return f"<reservation {self.digest.hex()[:12]} pins={self.pins} {self.ended or 'open'}>"

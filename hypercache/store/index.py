@@ -56,7 +56,8 @@ class Tree:
 
 
 class Block:
-    """Node of the tree and owner of one slot. ``crcs[layer]`` is the checksum given at store (uint32)."""
+    """Node of the tree and owner of one slot, which it gets when its first bytes come: ``slot`` is -1 before,
+    and ``slab`` one that is nowhere. ``crcs[layer]`` is the checksum given at store (uint32)."""
 
     __slots__ = (
         "child",
@@ -75,11 +76,11 @@ class Block:
         "writer",
     )
 
-    def __init__(self, digest: bytes, tree: Tree, slab: Slab[Block], slot: int) -> None:
+    def __init__(self, digest: bytes, tree: Tree, nowhere: Slab[Block]) -> None:
         self.digest = digest
         self.tree = tree
-        self.slab = slab
-        self.slot = slot
+        self.slab = nowhere
+        self.slot = -1
         self.crcs = array("I", bytes(4 * tree.space.layers))
         self.writer: Reservation | None = None  # while PENDING
         self.state = PENDING
@@ -90,6 +91,10 @@ class Block:
         self.child: Block | None = None  # the first; the others follow by ``next``
         self.next: Block | None = None
         self.previous: Block | None = None
+
+    @property
+    def placed(self) -> bool:
+        return self.slot >= 0
 
     @property
     def evictable(self) -> bool:

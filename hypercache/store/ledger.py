@@ -5,10 +5,12 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable
 
-from hypercache.store.arena import Arena
-from hypercache.store.holds import Batch, Hold, Lease, Reservation
+from hypercache.store.holds import Batch, Chunk, Hold, Lease, Reservation
 from hypercache.store.index import Block, hold
 from hypercache.store.room import Room
+
+OWNER_SHARE = 4  # open reservations of one owner: at most 1/4 of the arena's bytes ...
+OWNER_RESERVATIONS = 8192  # ... and so many
 
 
 class Ledger:
@@ -20,6 +22,7 @@ class Ledger:
         self._expiry: list[tuple[float, int]] = []
         self._batches: dict[Batch, None] = {}
         self._owned: dict[Hashable, dict[Hold, None]] = {}
+        self._writing: dict[Hashable, tuple[int, int]] = {}  # open reservations and their bytes
         self._next_lease = 1
         self.committed = 0
         self.aborted = 0
@@ -47,14 +50,23 @@ class Ledger:
         self._take(lease, blocks[-1])
         return lease
 
-    def reservation(self, owner: Hashable, block: Block, batch: Batch, arena: Arena[Block]) -> Reservation:
+    def reservation(self, owner: Hashable, block: Block, batch: Batch, chunk: Chunk) -> Reservation:
         """Make ``owner`` the writer of a pending block."""
-        reservation = Reservation(owner, block, batch, arena)
+        reservation = Reservation(owner, block, batch, chunk)
+        count, nbytes = self._writing.get(owner, (0, 0))
+        self._writing[owner] = count + 1, nbytes + reservation.nbytes
         block.writer = reservation
         batch.open[reservation] = None
         self._batches[batch] = None
         self._take(reservation, block)
         return reservation
+
+    def may_reserve(self, owner: Hashable, nbytes: int) -> bool:
+        """Whether ``owner`` may have one more reservation, of ``nbytes``. One is always allowed; more only
+        within a share, so that whoever promises and does not write keeps no one else out."""
+        count, open_nbytes = self._writing.get(owner, (0, 0))
+        share = self._room.arena.nbytes // OWNER_SHARE
+        return not count or (count < OWNER_RESERVATIONS and open_nbytes + nbytes <= share)
 
     def _take(self, held: Lease | Reservation, block: Block) -> None:
         self._owned.setdefault(held.owner, {})[held] = None
@@ -73,6 +85,9 @@ class Ledger:
             if not held.batch.open:
                 del self._batches[held.batch]
             self.aborted += why != "committed"
+            count, nbytes = self._writing.pop(held.owner)
+            if count > 1:
+                self._writing[held.owner] = count - 1, nbytes - held.nbytes
         mine = self._owned[held.owner]
         del mine[held]
         if not mine:

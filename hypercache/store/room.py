@@ -38,41 +38,50 @@ class Room:
         self.arena = arena
         self.index_capacity = index_capacity
         self.index_used = 0
-        self.blocks = 0  # with a slot, in any state
+        self.blocks = 0  # in any state
         self.visible = 0
         self.visible_nbytes = 0
         self.evicted = 0
         self._leaves: dict[int, ColdQueue[Block]] = {}  # per slot size
         self._slabs: ColdQueue[Slab[Block]] = ColdQueue()
         self._dead: list[Tree] = []  # cleared, not yet freed
+        self._nowhere: Slab[Block] = Slab(SizeClass(0, 0, 0), 0, 0)  # where blocks without a slot lie
 
     # -- in
 
-    def place(self, tree: Tree, digest: bytes) -> Block | None:
-        """A new pending block with a slot, not yet in the tree. None: everything left is held."""
-        klass = self.arena.size_class(tree.space.nbytes)
-        if klass is None:
-            return None
+    def claim(self, tree: Tree, digest: bytes) -> Block | None:
+        """A new pending block, not yet in the tree, and without a slot: nothing has come for it, so no stored
+        bytes go for it. None: the index has no room, and everything in it is held."""
         charge = index_nbytes(tree.space.layers)
-        found = None
-        if self.index_used + charge <= self.index_capacity:
-            found = self.arena.allocate(klass)
-        if found is None and self._dead:
+        if self.index_used + charge > self.index_capacity:
             self.reap(_REAP_ON_DEMAND)
         while self.index_used + charge > self.index_capacity:
             if not self._evict_coldest():
                 return None
-        found = found or self.arena.allocate(klass)
-        while found is None:
-            if not self._evict_for(klass):
-                return None
-            found = self.arena.allocate(klass)
-        slab, slot = found
-        block = Block(digest, tree, slab, slot)
-        slab.owners[slot] = block
         self.index_used += charge
         self.blocks += 1
-        return block
+        return Block(digest, tree, self._nowhere)
+
+    def place(self, block: Block) -> bool:
+        """Give a held block its slot, whatever has to go for it. False: everything left is held."""
+        klass = self.arena.size_class(block.tree.space.nbytes)
+        if klass is None:
+            return False
+        found = self.arena.allocate(klass)
+        if found is None:
+            self.reap(_REAP_ON_DEMAND)
+            found = self.arena.allocate(klass)
+        while found is None:
+            if not self._evict_for(klass):
+                return False
+            found = self.arena.allocate(klass)
+        slab, slot = found
+        slab.owners[slot] = block
+        slab.held += 1
+        slab.rank = max(slab.rank, block.rank)
+        self._nowhere.held -= 1
+        block.slab, block.slot = slab, slot
+        return True
 
     def complete(self, block: Block) -> None:
         """All layers of ``block`` are in place. It becomes visible, and so does what waited for it; or it
@@ -100,7 +109,7 @@ class Room:
     def drop_hold(self, block: Block) -> None:
         """End one hold on ``block``. What nothing holds any more can be evicted; if hidden, it goes now."""
         for node in unhold(block):
-            if node.slab.held == 0:
+            if node.slab.held == 0 and node.placed:
                 self._slabs.push(node.slab)
             if node.child is None:
                 if node.hidden:
@@ -166,9 +175,10 @@ class Room:
         if block.queued:
             self._leaves[block.slab.klass.nbytes].forget(block)
         block.state = FREED
-        self.arena.release(block.slab, block.slot)
-        if block.slab.used == 0:
-            self._slabs.forget(block.slab)
+        if block.placed:
+            self.arena.release(block.slab, block.slot)
+            if block.slab.used == 0:
+                self._slabs.forget(block.slab)
         if parent is not None:
             self._inherit(parent, block.rank)
             self._offer(parent)

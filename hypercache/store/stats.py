@@ -12,7 +12,7 @@ class StoreStats:
 
     capacity: int
     bytes_data: int  # size of the arena
-    bytes_used: int  # slots that have an owner, in any state
+    bytes_used: int  # slots that have an owner, in any state; a reservation has one from its first bytes on
     bytes_stored: int  # payload of visible blocks
     bytes_held: int  # slots that leases, reservations and pins keep in place
     bytes_index: int

@@ -1,8 +1,9 @@
 """What a node keeps in RAM (tier L2): blocks of K/V, found by digest, never half written, never orphaned.
 
 A pure state machine: no clock (``now`` is monotonic seconds, given by the caller and never falling), no
-network, no threads. Writing has two phases: ``reserve`` gives space, ``fill`` reports each layer chunk that
-is in place and verified; a block is visible once all its layers and its whole prefix are.
+network, no threads. Writing has two phases: ``reserve`` gives the right to write, memory follows with the
+first ``pin`` or ``chunk``; ``fill`` reports each layer chunk that is in place and verified. A block is
+visible once all its layers and its whole prefix are.
 """
 
 from __future__ import annotations
@@ -161,10 +162,12 @@ class BlockStore:
     def reserve(
         self, ns: Namespace, parent: bytes | None, digests: Sequence[bytes], owner: Hashable, now: float
     ) -> list[Reservation | Skip]:
-        """Space for the chain ``parent`` -> ``digests[0]`` -> ...; ``parent`` None: a prompt begins here.
+        """The right to write the chain ``parent`` -> ``digests[0]`` -> ...; ``parent`` None: a prompt begins
+        here. One entry per digest, in order.
 
-        One entry per digest, in order. Evicts what is used least; never what is held, never a prefix before
-        its suffixes. Raises SpecError for malformed digests, before anything is reserved.
+        Memory is taken when bytes come (:meth:`pin`): only the index may have to evict now. An owner's open
+        reservations are at most 1/4 of the arena (or one block) and 8,192. Raises SpecError for malformed
+        digests, before anything is reserved.
         """
         for digest in (*digests, *(() if parent is None else (parent,))):
             if type(digest) is not bytes or not 16 <= len(digest) <= 64:
@@ -210,13 +213,13 @@ class BlockStore:
     ) -> Reservation | Skip:
         if before is not None:
             hold(before)  # or making room could take the very prefix
-        block = self._room.place(tree, digest)
         entry: Reservation | Skip = Skip("full")
+        block = self._room.claim(tree, digest) if self._ledger.may_reserve(owner, tree.space.nbytes) else None
         if block is not None:
             attach(block, before)
             tree.blocks[digest] = block
             self._policy.use((block,), now)
-            entry = self._ledger.reservation(owner, block, batch, self._arena)
+            entry = self._ledger.reservation(owner, block, batch, self._writable)
         if before is not None:
             self._room.drop_hold(before)
         return entry
@@ -228,16 +231,18 @@ class BlockStore:
             return Skip("exists" if old.state == COMMITTED else "pending")
         if now - writer.batch.progress < self.store_stall_s:
             return Skip("pending")
+        if not self._ledger.may_reserve(owner, old.tree.space.nbytes):
+            return Skip("full")
         block = old
         if writer.pins:  # someone may still write into the old slot: leave it to them, take another
-            found = self._room.place(old.tree, old.digest)
+            found = self._room.claim(old.tree, old.digest)
             if found is None:
                 return Skip("full")
             block = found
             attach(block, old.parent)
             old.tree.blocks[old.digest] = block
             self._policy.use((block,), now)
-        entry = self._ledger.reservation(owner, block, batch, self._arena)
+        entry = self._ledger.reservation(owner, block, batch, self._writable)
         while block is not old and old.child is not None:
             child = old.child
             detach(child)
@@ -256,15 +261,12 @@ class BlockStore:
         prefix it waits for. Raises HoldEnded for a late fill (aborted, taken over, cleared), SpecError.
         """
         block = reservation.block
-        if not reservation.ended and not block.tree.live:
-            self.abort(reservation, "its namespace was cleared")
-        if reservation.ended:
-            raise HoldEnded(
-                f"late fill of block {block.digest.hex()[:12]}: {reservation.ended}; nothing is stored"
-            )
+        self._need_open(reservation, "late fill of")
         block.tree.space.span(layer)
         if not 0 <= crc < 1 << 32:
             raise SpecError(f"checksum {crc} of layer {layer} is not a uint32")
+        if not block.placed:
+            raise SpecError(f"fill of block {block.digest.hex()[:12]} without bytes; write its chunk first")
         block.crcs[layer] = crc
         reservation.filled |= 1 << layer
         reservation.batch.progress = now
@@ -275,6 +277,31 @@ class BlockStore:
         self._room.complete(block)
         self._ledger.end(reservation, "committed")
         return True
+
+    def _need_open(self, reservation: Reservation, what: str) -> None:
+        if not reservation.ended and not reservation.block.tree.live:
+            self.abort(reservation, "its namespace was cleared")
+        if reservation.ended:
+            raise HoldEnded(
+                f"{what} block {reservation.digest.hex()[:12]}: {reservation.ended}; nothing is stored, "
+                "reserve it again"
+            )
+
+    def _place(self, reservation: Reservation) -> None:
+        """Its bytes are about to come: make room for them."""
+        block = reservation.block
+        self._need_open(reservation, "cannot write")
+        if not block.placed and not self._room.place(block):
+            self._remove(block, "full")
+            raise StoreFull(
+                f"no room for block {block.digest.hex()[:12]} of {reservation.nbytes} bytes: all else is "
+                "being read or written; try again later, or give the store more memory"
+            )
+
+    def _writable(self, reservation: Reservation, layer: int) -> memoryview:
+        first, end = reservation.block.tree.space.span(layer)
+        self._place(reservation)
+        return self._arena.view(reservation.block.slab, reservation.block.slot, first, end)
 
     def progress(self, reservation: Reservation, now: float) -> None:
         """Bytes of a chunk have come in, though not yet all: its writer has not stalled. O(1)."""
@@ -289,9 +316,16 @@ class BlockStore:
 
     def pin(self, held: Lease | Reservation) -> None:
         """A transport reads or writes its memory from now on: it has no other owner before :meth:`unpin`,
-        even if the hold ends. Raises HoldEnded if it has ended already."""
+        even if the hold ends. Raises HoldEnded if it has ended already.
+
+        A reservation gets its memory now, if it has none yet: evicts what is used least; never what is held,
+        never a prefix before its suffixes. If everything else is held, raises StoreFull, and ends it ("full")
+        together with what was reserved on it.
+        """
         if held.ended:
             raise HoldEnded(f"cannot pin {held!r}: {held.ended}")
+        if isinstance(held, Reservation):
+            self._place(held)
         held.pins += 1
 
     def unpin(self, held: Lease | Reservation) -> None:

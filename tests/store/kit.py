@@ -8,6 +8,7 @@ import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
+from hypercache.errors import StoreFull
 from hypercache.store import Block, BlockStore, Lease, Namespace, NamespaceInfo, Reservation, Skip
 from hypercache.store.index import COMMITTED, COMPLETE, DOOMED, FREED, PENDING
 from hypercache.store.room import index_nbytes
@@ -50,14 +51,21 @@ def write(store: BlockStore, reservation: Reservation, now: float = 0.0) -> None
 def put(
     store: BlockStore, ns: Namespace, digests: Sequence[bytes], now: float, parent: bytes | None = None
 ) -> list[str]:
-    """Store a chain; "stored" or the reason of the skip, per block."""
-    out = []
-    for entry in store.reserve(ns, parent, digests, "writer", now):
-        if isinstance(entry, Skip):
-            out.append(entry.reason)
-        else:
-            write(store, entry, now)
-            out.append("stored")
+    """Store a chain, one block after the other; "stored" or the reason of the skip, per block."""
+    out: list[str] = []
+    for digest in digests:
+        (entry,) = store.reserve(ns, parent, [digest], "writer", now)
+        try:
+            if isinstance(entry, Skip):
+                out.append(entry.reason)
+            else:
+                write(store, entry, now)
+                out.append("stored")
+        except StoreFull:
+            out.append("full")
+        if out[-1] in ("full", "orphan", "too_large"):
+            return out + out[-1:] * (len(digests) - len(out))
+        parent = digest
     return out
 
 
@@ -72,7 +80,17 @@ def intact(store: BlockStore, blocks: Iterable[Block]) -> bool:
 
 
 def live_blocks(store: BlockStore) -> list[Block]:
-    return [b for slab in store._arena.slabs() for b in slab.owners if b is not None]
+    """All that are counted: with a slot, to be found, or kept by what hangs on them."""
+    found = {b: None for slab in store._arena.slabs() for b in slab.owners if b is not None}
+    for tree in (*store._trees.values(), *store._room._dead):
+        found |= dict.fromkeys(tree.blocks.values())
+    for mine in store._ledger._owned.values():
+        found |= dict.fromkeys(held.held_block for held in mine if held.held_block is not None)
+    for block in list(found):
+        while block.parent is not None:
+            block = block.parent
+            found[block] = None
+    return list(found)
 
 
 def audit(store: BlockStore, pinned: Iterable[Lease | Reservation] = ()) -> None:
@@ -82,7 +100,7 @@ def audit(store: BlockStore, pinned: Iterable[Lease | Reservation] = ()) -> None
     room, arena, stats = store._room, store._arena, store.stats()
     blocks = live_blocks(store)
     assert len(set(map(id, blocks))) == len(blocks) == room.blocks
-    assert stats.bytes_used == sum(b.slab.klass.nbytes for b in blocks) <= stats.bytes_data
+    assert stats.bytes_used == sum(b.slab.klass.nbytes for b in blocks if b.placed) <= stats.bytes_data
     assert stats.bytes_index == sum(index_nbytes(b.tree.space.layers) for b in blocks)
     assert stats.bytes_data + stats.bytes_index_limit <= stats.capacity
     assert stats.bytes_index <= stats.bytes_index_limit
@@ -97,8 +115,13 @@ def audit(store: BlockStore, pinned: Iterable[Lease | Reservation] = ()) -> None
     children = Counter(id(b.parent) for b in blocks)
     held_children = Counter(id(b.parent) for b in blocks if b.held)
     own = Counter(id(h.held_block) for mine in store._ledger._owned.values() for h in mine)
+    assert room._nowhere.held == sum(not b.placed and b.held > 0 for b in blocks)
     for block in blocks:
-        assert block.slab.owners[block.slot] is block and block.state != FREED
+        assert block.state != FREED
+        if block.placed:
+            assert block.slab.owners[block.slot] is block
+        else:
+            assert block.state in (PENDING, DOOMED) and (block.slab is room._nowhere)
         found = block.tree.blocks.get(block.digest) is block
         if block.tree.live:
             assert found == (block.state < DOOMED)

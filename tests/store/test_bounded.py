@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from hypercache.store import Block, BlockStore, Reservation
+import pytest
+
+from hypercache.errors import StoreFull
+from hypercache.store import Block, BlockStore, HoldEnded, Namespace, Reservation, Skip
 from hypercache.store.policy import Lru
 
 from .conftest import Make
@@ -75,3 +78,99 @@ def test_d06_bytes_that_arrive_are_progress_though_no_chunk_is_whole(store: Bloc
     assert not one.open
     store.progress(one, 30.0)  # after its end it changes nothing
     assert store.stats().reservations == 0
+
+
+def test_b03_promises_to_write_evict_nothing(make: Make) -> None:
+    store = make(16 * MIB)
+    small = store.open_namespace(info("small", (100_000,)))
+    prompts = [chain(f"p{i}", 4) for i in range(36)]
+    for prompt in prompts:
+        assert put(store, small, prompt, 0.0) == ["stored"] * 4
+    before = store.stats()
+    for client in range(20):
+        for size in (3 * MIB, 100_000, 64):
+            ns = store.open_namespace(info(f"n{size}", (size,)))
+            entries = store.reserve(ns, None, chain(f"{client}", 16), client, 1.0)
+            assert isinstance(entries[0], Reservation)
+    after = store.stats()
+    assert (after.blocks, after.bytes_used, after.evicted_total) == (before.blocks, before.bytes_used, 0)
+    assert after.bytes_held == 0
+    assert all(store.match(small, prompt, 2.0) == 4 for prompt in prompts)
+    first = next(iter(store.reserve(small, None, chain("new", 1), "w", 2.0)))
+    assert isinstance(first, Reservation)
+    audit(store)
+
+
+def test_b03_memory_follows_the_first_bytes(make: Make) -> None:
+    store = make(4 * MIB)
+    ns = store.open_namespace(info("a", (MIB - 64,)))
+    assert put(store, ns, chain("p", 3), 0.0) == ["stored"] * 3
+    (one,) = store.reserve(ns, None, chain("q", 1), "w", 1.0)
+    (two,) = store.reserve(ns, None, chain("r", 1), "x", 1.0)
+    assert isinstance(one, Reservation) and isinstance(two, Reservation)
+    assert store.match(ns, chain("p", 3), 1.0) == 3
+    store.pin(one)
+    assert store.match(ns, chain("p", 3), 1.0) == 2  # one block for one block
+    lease = store.lease(ns, chain("p", 2), "r", 9.0, 1.0)
+    (child,) = store.reserve(ns, two.digest, chain("s", 1), "y", 1.0)
+    assert isinstance(child, Reservation)
+    for _ in range(2):
+        with pytest.raises((StoreFull, HoldEnded)):
+            store.pin(two)
+    assert two.ended == child.ended == "full"
+    with pytest.raises(HoldEnded, match="full"):
+        two.chunk(0)
+    assert lease.open and store.stats().reservations == 1
+    store.release(lease)
+    audit(store)
+    store.unpin(one)
+    store.drop_owner("w")
+    assert store.stats().bytes_held == 0
+
+
+def test_b03_nothing_is_evicted_for_a_namespace_that_was_cleared(make: Make) -> None:
+    store = make(4 * MIB)
+    a, b = (store.open_namespace(info(name, (MIB - 64,))) for name in "ab")
+    (late,) = store.reserve(b, None, chain("q", 1), "w", 0.0)
+    assert isinstance(late, Reservation)
+    put(store, a, chain("p", 3), 0.0)
+    store.clear(b)
+    with pytest.raises(HoldEnded, match="cleared"):
+        store.pin(late)
+    assert store.match(a, chain("p", 3), 0.0) == 3
+
+
+def test_a04_one_owner_reserves_a_share_and_no_more(make: Make) -> None:
+    store = make(64 * MIB)
+    big = store.open_namespace(info("big", (MIB,)))
+    tiny = store.open_namespace(info("tiny", (64,)))
+    huge = store.open_namespace(info("huge", (40 * MIB,)))
+
+    def reserved(ns: Namespace, name: str, count: int, owner: str) -> int:
+        entries = store.reserve(ns, None, chain(name, count), owner, 0.0)
+        got = sum(isinstance(entry, Reservation) for entry in entries)
+        assert all(isinstance(e, Skip) and e.reason == "full" for e in entries[got:])
+        return got
+
+    share = store.stats().bytes_data // 4 // MIB
+    assert reserved(big, "p", 100, "a") == share
+    assert reserved(big, "q", 100, "a") == 0
+    assert reserved(big, "q", 100, "b") == share
+    assert reserved(huge, "h", 2, "c") == 1  # one is always allowed
+    assert reserved(tiny, "t", 5, "c") == 0
+    store.drop_owner("a")
+    assert reserved(big, "p", 100, "a") == share
+    audit(store)
+    for owner in "abc":
+        store.drop_owner(owner)
+    assert not store._ledger._writing
+    assert reserved(tiny, "t", 100, "a") == 100
+    assert store.stats().evicted_total == 0
+
+
+def test_a04_so_many_reservations_and_no_more(make: Make) -> None:
+    store = make(512 * MIB)
+    tiny = store.open_namespace(info("tiny", (64,)))
+    entries = store.reserve(tiny, None, chain("t", 8200), "a", 0.0)
+    assert [isinstance(entry, Reservation) for entry in entries] == [True] * 8192 + [False] * 8
+    store.abort(entries[0])  # type: ignore[arg-type]

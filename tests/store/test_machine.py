@@ -17,6 +17,7 @@ from hypothesis.stateful import (
     rule,
 )
 
+from hypercache.errors import StoreFull
 from hypercache.store import BlockStore, HoldEnded, Lease, Reservation, Skip
 
 from .kit import MIB, audit, info, intact, write_layer
@@ -137,11 +138,19 @@ class Machine(RuleBasedStateMachine):
         for layer in layers:
             if layer >= len(SPACES[space]):
                 continue
+            key = space, reservation.digest
+            was_open = reservation.open
             try:
+                reservation.chunk(layer)  # may evict
+                self.reconcile()
                 if write_layer(self.store, reservation, layer, self.now):
-                    self.full.add((space, reservation.digest))
+                    self.full.add(key)
             except HoldEnded:
                 assert not reservation.open
+            except StoreFull:
+                assert was_open and reservation.ended == "full"
+                self.reconcile()
+                self.drop(*key)
 
     @rule(item=reservations)
     def fill_all(self, item):
@@ -170,7 +179,15 @@ class Machine(RuleBasedStateMachine):
             with pytest.raises(HoldEnded):
                 self.store.pin(held)
             return multiple()
-        self.store.pin(held)
+        try:
+            self.store.pin(held)
+        except (StoreFull, HoldEnded):  # HoldEnded: it was cleared, and that is found out only now
+            assert not held.open
+            self.reconcile()
+            if held.ended == "full":
+                self.drop(held.block.tree.space.info.label, held.digest)
+            return multiple()
+        self.reconcile()
         self.pins.append(held)
         return held
 

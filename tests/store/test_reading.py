@@ -264,6 +264,7 @@ def test_l01_ends_in_any_order_and_twice(store: BlockStore) -> None:
     for entry in reversed(entries):
         assert isinstance(entry, Reservation)
         if entry.digest == digests[2]:
+            entry.chunk(0)
             store.fill(entry, 0, 0, 0.0)  # mid-layer
         store.abort(entry)
         store.abort(entry)
@@ -320,6 +321,7 @@ def test_reservations_hold_their_prefix(store: BlockStore) -> None:
     put(store, ns, p[:2], 0.0)
     (entry,) = store.reserve(ns, p[1], [p[2]], "w", 1.0)
     assert isinstance(entry, Reservation)
+    entry.chunk(0)
     assert put(store, ns, chain("q", 7), 2.0).count("stored") == 4
     write(store, entry, 3.0)
     assert store.match(ns, p, 4.0) == 3
