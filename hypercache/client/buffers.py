@@ -69,6 +69,7 @@ class ChunkPort(Protocol):
     """One sequence's chunks, addressed by layer and block."""
 
     blocks: int
+    borrowed: bool  # whether what lend() gives is the caller's own memory, not a copy
 
     def check_writable(self) -> None:
         """Raises SpecError that names the layer whose memory cannot be written."""
@@ -91,7 +92,10 @@ class ChunkBuffers:
 
     layers: one uint8 array ``(blocks, chunk_nbytes)`` a layer, C-contiguous. Fetched bytes land in place.
     Bytes of a fetch that fails are unspecified, as with any caller memory: use what FetchResult names.
+    Stored bytes are sent from where they are: they must not change before the store's result is there.
     """
+
+    borrowed = True
 
     def __init__(self, layers: Sequence[Bytes]) -> None:
         if not layers:
@@ -161,6 +165,8 @@ class CodecPort:
     Block 0 of the port is the block that holds token ``start``; tokens before it are never written, for the
     engine holds them already.
     """
+
+    borrowed = False
 
     def __init__(self, coder: Coder, kv: KVBuffers, start: int = 0) -> None:
         self._coder = coder

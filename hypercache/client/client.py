@@ -411,6 +411,8 @@ class Client:
                 self._link.timed_out(operation)
             operation.end(reason)
             self._link.forget(operation)
+        if isinstance(operation, StoreOperation):
+            operation.reclaim()
 
     async def _ask(self, question: protocol.Message, deadline: float | None) -> protocol.Message | str:
         return await self._link.call(question, self._budget(deadline))

@@ -127,20 +127,29 @@ class Saving:
         return self.result().__await__()
 
     async def result(self) -> StoreResult:
-        """The outcome. Cancelling this wait cancels the store."""
+        """The outcome, once the buffers are free. Cancelling this wait cancels the store, and still waits
+        until they are."""
         self._place.check()
         try:
-            while self._result is None:
-                future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-                self._waiters.append(future)
-                await future
+            return await self._settled()
         except asyncio.CancelledError:
             self.cancel()
+            await self._settled()
             raise
+
+    async def _settled(self) -> StoreResult:
+        while self._result is None:
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiters.append(future)
+            await future
         return self._result
 
     def cancel(self) -> None:
-        """Give up; what is not complete is not stored, and the buffers are not read after this returns."""
+        """Give up; what is not complete is not stored.
+
+        KVBuffers are free when this returns. ChunkBuffers are sent from where they are and may be read until
+        :meth:`result` returns: soon, or after about a second if the server takes nothing more.
+        """
         self._place.check()
         self.abandon("cancelled")
 
@@ -157,7 +166,9 @@ class Saving:
 
     def part_ended(self) -> None:
         done = self._operations
-        if len(done) < self._parts or not all(operation.ended for operation in done):
+        if self._result is not None or len(done) < self._parts:
+            return
+        if not all(operation.settled for operation in done):
             return
         outcome: Counter[str] = Counter()
         for operation in done:

@@ -16,7 +16,9 @@ from fabrics import Channel, Frame, Outgoing, Sink
 from hypercache import protocol
 from hypercache.checksum import Verifier, checksum
 from hypercache.client.buffers import ChunkPort, Landing
-from hypercache.errors import CodecError, HyperCacheError, ProtocolError
+from hypercache.errors import CodecError, HyperCacheError, ProtocolError, Unavailable
+
+RECLAIM_S = 1.0  # without a byte taken, after which memory lent to an ended store is got back by force
 
 _log = logging.getLogger("hypercache.client")
 
@@ -229,6 +231,7 @@ class StoreOperation(Operation):
     ) -> None:
         self.blocks = blocks
         self.outcome: dict[str, int] = {}
+        self.lent = 0  # frames of the caller's own memory that the channel may still read
         self.wire_bytes = 0
         self.reason = ""
         self._port = port
@@ -244,6 +247,23 @@ class StoreOperation(Operation):
     def begin(self, channel: Channel) -> None:
         self._channel = channel
         channel.add_source(self)
+
+    @property
+    def settled(self) -> bool:
+        """Ended, and nobody reads the caller's memory any more."""
+        return self.ended and not self.lent
+
+    def reclaim(self) -> None:
+        """Given up: get the caller's memory back, from a server that takes nothing by closing the line."""
+        channel = self._channel
+        if self.lent and channel is not None:
+            asyncio.get_running_loop().call_later(RECLAIM_S, self._reclaim, channel, channel.stats.bytes_out)
+
+    def _reclaim(self, channel: Channel, sent: int) -> None:
+        if self.lent and channel.stats.bytes_out == sent:
+            channel.abort(Unavailable(f"{channel.peer} takes nothing, not even what an ended store left"))
+        else:
+            self.reclaim()
 
     def layer_ready(self, layer: int) -> None:
         """Layers up to and with ``layer`` are in the buffers."""
@@ -269,6 +289,8 @@ class StoreOperation(Operation):
         if lent is None:
             return None
         crcs = tuple([checksum(chunk) for chunk in lent.chunks])
+        borrowed = int(self._port.borrowed)
+        self.lent += borrowed
         layer, first, count = runs[-1]
         self._layer, self._block = layer, first + count
         self.wire_bytes += protocol.payload_nbytes(runs, self._chunk_nbytes)
@@ -276,7 +298,10 @@ class StoreOperation(Operation):
 
         def release(sent: bool) -> None:
             lent.done()
+            self.lent -= borrowed
             self._wake()
+            if borrowed and self.settled:
+                self._owner.part_ended()
 
         return Outgoing(op, self.request_id, body, lent.views, release=release)
 

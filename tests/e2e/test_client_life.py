@@ -217,6 +217,54 @@ async def test_a_cancelled_close_still_closes() -> None:
         assert (await saving).reason == "the client is closed"
 
 
+# --- memory that is lent
+
+
+@pytest.mark.parametrize("way", ["cancel", "deadline", "cancelled wait", "close"])
+async def test_the_result_of_a_store_comes_when_nobody_reads_the_buffers(way: str) -> None:
+    """Chunks are sent from where they are; the server hangs, so some of them stay with the channel."""
+    async with hanging_client() as client:
+        chunks = ChunkBuffers([np.ones((32, size), np.uint8) for size in client.chunk_nbytes])
+        deadline = 0.3 if way == "deadline" else 60
+        saving = client.start_store(tokens_of(1, 513), chunks, deadline=deadline)
+        waiting = asyncio.create_task(saving.result())
+        await asyncio.sleep(0.1)
+        assert any(operation.lent for operation in saving._operations)
+        if way == "cancel":
+            saving.cancel()
+        elif way == "cancelled wait":
+            waiting.cancel()
+        elif way == "close":
+            await client.close()
+        async with asyncio.timeout(HANGS_S):
+            await asyncio.wait([waiting])
+        assert waiting.cancelled() == (way == "cancelled wait")
+        assert not any(operation.lent for operation in saving._operations)
+        assert (await saving).outcome == {"aborted": 32}
+
+
+async def test_kv_buffers_are_free_as_soon_as_a_store_is_cancelled() -> None:
+    async with hanging_client() as client:
+        saving = client.start_store(tokens_of(1, 513), KVBuffers.allocate(BIG, 513), deadline=60)
+        await asyncio.sleep(0.1)
+        channel = client._link.channel
+        saving.cancel()
+        async with asyncio.timeout(0):  # does not wait for the server
+            assert (await saving.result()).reason == "cancelled"
+        assert client._link.channel is channel and channel is not None and channel.state == "open"
+
+
+async def test_a_cancelled_store_of_chunks_leaves_a_line_that_works_open() -> None:
+    async with running_node() as node, await hypercache.connect(node.uris[0], **OPTIONS) as client:
+        chunks = ChunkBuffers([np.ones((512, size), np.uint8) for size in client.chunk_nbytes])
+        channel = client._link.channel
+        saving = client.start_store(tokens_of(1, 8193), chunks)
+        await asyncio.sleep(0)
+        saving.cancel()
+        assert (await saving).reason == "cancelled"
+        assert client._link.channel is channel and client.state == "ready"
+
+
 # --- the wrong loop
 
 
