@@ -28,12 +28,17 @@ from fabrics.errors import AddressError, FabricUnavailable
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Caps checked before any allocation, and the bounds of queues. Bytes and seconds."""
+    """Caps checked before any allocation, and the bounds of queues. Bytes and seconds.
+
+    ``max_queued``: where a channel was accepted, each waiting frame counts as 1 KiB more than its bytes. Who
+    connected counts bytes alone, or both sides of a burst of small requests could wait for each other.
+    """
 
     max_body: int = 4 << 20
     max_payload: int = 256 << 20
-    max_queued: int = 8 << 20  # control frames waiting to be sent; beyond it reading pauses
+    max_queued: int = 8 << 20  # pushed frames that wait; beyond it reading pauses, far beyond send() fails
     stall_timeout: float = 30.0  # no progress on owed bytes, either way
+    first_body: int | None = None  # max_body of a peer that connected, until welcome(); None: max_body
 
 
 @dataclass(slots=True)
@@ -130,7 +135,9 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def send(self, frame: Outgoing) -> None:
-        """Queue a frame ahead of all sources. Raises ChannelClosed; ``release`` is called in any case."""
+        """Queue a frame ahead of all sources. Raises ChannelClosed, and ChannelFull where four times
+        ``Limits.max_queued`` wait already (each frame counted with 1 KiB more than its bytes): the channel
+        stays open, the frame is not sent. ``release`` is called in any case."""
 
     @abc.abstractmethod
     def add_source(self, source: Source) -> None:
@@ -147,7 +154,14 @@ class Channel(abc.ABC):
 
     @abc.abstractmethod
     def cancel(self, request_id: int) -> None:
-        """:meth:`drop_sink`, and tell the peer to stop producing for ``request_id``."""
+        """:meth:`drop_sink`, and take back what was queued by :meth:`send` for ``request_id`` and still waits
+        (``release(False)``). The peer is told to stop producing for it, unless it cannot have heard of it."""
+
+    @abc.abstractmethod
+    def welcome(self) -> None:
+        """The peer is one of ours: bodies of its next frame and all later ones may have
+        ``Limits.max_body`` bytes, no longer only ``Limits.first_body``. Twice changes nothing; the side that
+        connected need not call it."""
 
     @abc.abstractmethod
     def hang_up(self) -> None:

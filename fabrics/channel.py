@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from fabrics.base import Channel, ChannelStats, Frame, Handler, Limits, Outgoing, Source
 from fabrics.buffers import flat
-from fabrics.errors import ChannelClosed, ChannelStalled, FabricError, ForkedProcess, FrameError
+from fabrics.errors import ChannelClosed, ChannelFull, ChannelStalled, FabricError, ForkedProcess, FrameError
 from fabrics.framing import (
     FIRST_FABRIC_TYPE,
     FabricType,
@@ -23,11 +23,12 @@ from fabrics.framing import (
     goodbye_body,
 )
 from fabrics.inbound import Inbound
-from fabrics.outbox import Flight, Outbox
+from fabrics.outbox import FRAME_NBYTES, Flight, Outbox
 
 BUDGET = 2 << 20  # bytes moved per callback, so that one channel does not hold up the others
 TIME_BUDGET = 0.003  # seconds per callback, likewise: small frames cost by their number
 _LINGER = 1.0  # seconds to wait for the peer's own end after our goodbye is on its way
+_FULL = 4  # times max_queued may wait before send() refuses
 _STALL_TICKS = 4  # the stall limit is looked at this many times
 
 
@@ -38,16 +39,18 @@ def _refuse(frame: Outgoing) -> Flight:
 class FrameChannel(Channel):
     """States and rules of a channel, without the moving of bytes."""
 
-    def __init__(self, local: str, peer: str, limits: Limits) -> None:
+    def __init__(self, local: str, peer: str, limits: Limits, *, guest: bool = False) -> None:
         self.local = local
         self.peer = peer
         self.stats = ChannelStats()
         self._limits = limits
+        self._guest = guest  # the peer came to us and is not welcome yet
         self._loop = asyncio.get_running_loop()
         self._process = os.getpid()
         self._state = "open"
-        self._outbox = Outbox(self._load)
+        self._outbox = Outbox(self._load, FRAME_NBYTES if guest else 0)
         self._inbound = Inbound(self, self.stats)
+        self._heard_id = -1  # the highest request id that came
         self._attached = False
         self._error: Exception | None = None  # why it was closed
         self._flushed = False  # our goodbye is out
@@ -97,6 +100,11 @@ class FrameChannel(Channel):
     def send(self, frame: Outgoing) -> None:
         try:
             self._check_usable()
+            if self._outbox.cost > _FULL * self._limits.max_queued:
+                raise ChannelFull(
+                    f"{self.peer} does not take what is sent to it: {self._outbox.cost} bytes wait, "
+                    f"{_FULL} times max_queued ({self._limits.max_queued}); wait for answers first"
+                )
             if frame.type >= FIRST_FABRIC_TYPE:
                 raise ValueError(
                     f"frame type {frame.type} belongs to the fabric; use 0..{FIRST_FABRIC_TYPE - 1}"
@@ -123,8 +131,17 @@ class FrameChannel(Channel):
 
     def cancel(self, request_id: int) -> None:
         self.drop_sink(request_id)
-        if self._state == "open":
+        if self._state != "open":
+            return
+        withdrawn, unheard = self._outbox.withdraw(request_id)
+        for flight in withdrawn:
+            self._guarded(flight.release, False)
+        if self._state == "open" and not (unheard and request_id > self._heard_id):
             self._push(Outgoing(FabricType.CANCEL, request_id, b""))
+
+    def welcome(self) -> None:
+        self._check_process()
+        self._guest = False
 
     def hang_up(self) -> None:
         self._check_process()
@@ -171,6 +188,8 @@ class FrameChannel(Channel):
 
     def _dispatch(self, frame: Frame) -> None:
         """A head arrived."""
+        if frame.request_id > self._heard_id:
+            self._heard_id = frame.request_id
         if frame.type < FIRST_FABRIC_TYPE and self._state == "open":
             self._inbound.start(frame)
             return

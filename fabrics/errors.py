@@ -27,6 +27,10 @@ class ChannelStalled(ChannelClosed):
     """The peer took no bytes, or sent none it owed, for longer than the stall limit."""
 
 
+class ChannelFull(FabricError):
+    """Too much waits for the peer already; the frame was not queued, the channel is still open."""
+
+
 class FrameError(FabricError):
     """The byte stream is not a valid sequence of frames."""
 

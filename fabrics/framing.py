@@ -72,13 +72,20 @@ def encode_head(
     return fields + _CRC.pack(crc32(body, crc32(fields)))
 
 
-def check_lengths(type_: int, body_nbytes: int, payload_nbytes: int, limits: Limits, whose: str) -> None:
-    """Raise FrameTooLarge if a frame is above a cap. Caps are inclusive and count body and payload only."""
-    max_body = limits.max_body if type_ < FIRST_FABRIC_TYPE else MAX_FABRIC_BODY
+def check_lengths(
+    type_: int, body_nbytes: int, payload_nbytes: int, limits: Limits, whose: str, *, guest: bool = False
+) -> None:
+    """Raise FrameTooLarge if a frame is above a cap. Caps are inclusive and count body and payload only.
+    ``guest``: the sender is not welcome yet, see ``Limits.first_body``."""
+    name, max_body, remedy = "max_body", limits.max_body, "move bulk data to the payload"
+    if type_ >= FIRST_FABRIC_TYPE:
+        max_body = MAX_FABRIC_BODY
+    elif guest and limits.first_body is not None and limits.first_body < max_body:
+        name, max_body, remedy = "first_body", limits.first_body, "say hello first"
     if body_nbytes > max_body:
         raise FrameTooLarge(
-            f"{whose}: frame type {type_} has a body of {body_nbytes} bytes, the limit max_body is "
-            f"{max_body}; move bulk data to the payload"
+            f"{whose}: frame type {type_} has a body of {body_nbytes} bytes, the limit {name} is "
+            f"{max_body}; {remedy}"
         )
     if payload_nbytes > limits.max_payload:
         raise FrameTooLarge(
@@ -155,18 +162,36 @@ class Decoder:
 
     Use: read into :meth:`room`, say :meth:`wrote`, call :meth:`next` until it gives None. After a frame
     with payload, its bytes come first out of :meth:`take`. Every length is checked before memory is taken
-    for it. ``peer`` names the other side in errors; an error is final.
+    for it, and memory grows with what has come, not with what was announced; it goes back with the frame.
+    ``peer`` names the other side in errors; an error is final. ``guest``: ``Limits.first_body`` holds until
+    :meth:`welcome`.
     """
 
-    __slots__ = ("_buffer", "_end", "_limits", "_need", "_peer", "_standard", "_start")
+    __slots__ = ("_buffer", "_end", "_guest", "_limits", "_max_body", "_need", "_peer", "_standard", "_start")
 
-    def __init__(self, limits: Limits, peer: str = "peer", *, staging: int = 16 << 10) -> None:
+    def __init__(
+        self, limits: Limits, peer: str = "peer", *, staging: int = 16 << 10, guest: bool = False
+    ) -> None:
         self._limits = limits
+        self._guest = guest
+        self._max_body = limits.max_body
+        if guest and limits.first_body is not None:
+            self._max_body = min(limits.first_body, limits.max_body)
         self._peer = peer
         self._standard = memoryview(bytearray(staging))
         self._buffer = self._standard
         self._start = self._end = 0
         self._need = HEADER_NBYTES  # bytes from _start that complete the present head
+
+    def welcome(self) -> None:
+        """Bodies may be as large as ``Limits.max_body`` from here on."""
+        self._guest = False
+        self._max_body = self._limits.max_body
+
+    @property
+    def missing(self) -> int:
+        """Bytes that the present head still lacks, as far as is known; 0: none has begun, or it is there."""
+        return max(0, self._need - (self._end - self._start)) if self.partial else 0
 
     @property
     def partial(self) -> bool:
@@ -177,14 +202,12 @@ class Decoder:
         """Where the next bytes of the stream go (at least one, at most ``limit``)."""
         if self._start == self._end:
             self._start = self._end = 0
-            if self._need <= len(self._standard):
-                self._buffer = self._standard
         if self._start + self._need > len(self._buffer):
             staged = self._buffer[self._start : self._end]
-            if self._need > len(self._buffer):
-                self._buffer = memoryview(bytearray(self._need))
+            if len(staged) == len(self._buffer):
+                self._buffer = memoryview(bytearray(min(self._need, 2 * len(staged))))
                 self._buffer[: len(staged)] = staged
-            else:
+            elif self._start:
                 self._buffer[: len(staged)] = bytes(staged)
             self._start, self._end = 0, len(staged)
         stop = len(self._buffer) if limit is None else min(self._end + limit, len(self._buffer))
@@ -202,7 +225,8 @@ class Decoder:
         return taken
 
     def next(self) -> Frame | None:
-        """The next frame whose head is complete. Its body is valid until :meth:`room` is called again.
+        """The next frame whose head is complete. Its body is valid until this or :meth:`room` is called
+        again. None: more has to come.
 
         Raises BadMagic, FrameVersionMismatch, FrameTooLarge, FrameChecksum.
         """
@@ -211,13 +235,16 @@ class Decoder:
         if have < HEADER_NBYTES:
             if have:
                 self._check_prefix(have)
+            else:  # the memory of a large body goes at once: it may be long until the next
+                self._start = self._end = 0
+                self._buffer = self._standard
             return None
         magic, version, type_, flags, request_id, body, payload, total = _HEADER.unpack_from(buffer, start)
         if magic != MAGIC or version != VERSION:
             self._check_prefix(have)
         limits = self._limits
-        if type_ >= FIRST_FABRIC_TYPE or body > limits.max_body or payload > limits.max_payload:
-            check_lengths(type_, body, payload, limits, self._peer)
+        if type_ >= FIRST_FABRIC_TYPE or body > self._max_body or payload > limits.max_payload:
+            check_lengths(type_, body, payload, limits, self._peer, guest=self._guest)
         self._need = need = HEADER_NBYTES + body
         if have < need:
             return None

@@ -38,7 +38,7 @@ class LoopbackFabric(Fabric):
         if listener is None:
             raise ConnectFailed(f"{uri}: nobody listens on this name in this event loop")
         ours = LoopbackChannel(f"loop://{name}#client", f"loop://{name}", self.limits)
-        theirs = LoopbackChannel(f"loop://{name}", f"loop://{name}#client", listener.limits)
+        theirs = LoopbackChannel(f"loop://{name}", f"loop://{name}#client", listener.limits, guest=True)
         ours._other, theirs._other = theirs, ours
         try:
             their_handler = listener.accept(theirs)
@@ -78,8 +78,8 @@ class LoopbackChannel(FrameChannel):
 
     _other: LoopbackChannel
 
-    def __init__(self, local: str, peer: str, limits: Limits) -> None:
-        super().__init__(local, peer, limits)
+    def __init__(self, local: str, peer: str, limits: Limits, *, guest: bool = False) -> None:
+        super().__init__(local, peer, limits, guest=guest)
         self._flight: Flight | None = None  # being moved
         self._cursor = Cursor([], 0)
         self._woken = False
@@ -154,7 +154,8 @@ class LoopbackChannel(FrameChannel):
         if self._state == "closed":
             return
         try:
-            check_lengths(frame.type, len(frame.body), frame.payload_nbytes, self._limits, self.peer)
+            lengths = len(frame.body), frame.payload_nbytes
+            check_lengths(frame.type, *lengths, self._limits, self.peer, guest=self._guest)
             self._dispatch(frame)
         except Exception as error:
             self._fail(error)

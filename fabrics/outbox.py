@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable
 
 from fabrics.base import Outgoing, Source
+from fabrics.framing import FIRST_FABRIC_TYPE
+
+FRAME_NBYTES = 1 << 10  # about what a waiting frame takes beside its bytes
 
 
 class Flight:
@@ -28,24 +31,50 @@ class Flight:
 class Outbox:
     """Frames that were pushed go first, in order; then sources are asked for a frame each, in turn.
 
-    ``load`` makes a flight of a frame, or raises: then it has released the frame.
+    ``load`` makes a flight of a frame, or raises: then it has released the frame. ``charge`` is added to the
+    bytes of each pushed frame.
     """
 
-    __slots__ = ("_load", "_pushed", "_ring", "queued")
+    __slots__ = ("_by_id", "_charge", "_load", "_pushed", "_pushes", "_ring", "_sent_id", "queued")
 
-    def __init__(self, load: Callable[[Outgoing], Flight]) -> None:
+    def __init__(self, load: Callable[[Outgoing], Flight], charge: int = 0) -> None:
         self._load = load
-        self._pushed: deque[Flight] = deque()
+        self._charge = charge
+        self._pushed: OrderedDict[int, Flight] = OrderedDict()  # by number of push
+        self._pushes = 0
+        self._by_id: dict[int, list[int]] = {}  # request id -> its pushes that wait
+        self._sent_id = -1  # the highest request id that was given out
         self._ring: OrderedDict[int, Source] = OrderedDict()
-        self.queued = 0  # bytes of pushed frames that wait
+        self.queued = 0  # what the pushed frames that wait are charged with
 
     def __bool__(self) -> bool:
         return bool(self._pushed or self._ring)
 
+    @property
+    def cost(self) -> int:
+        """About the memory that pushed frames hold, in bytes."""
+        return self.queued + len(self._pushed) * (FRAME_NBYTES - self._charge)
+
     def push(self, frame: Outgoing) -> None:
         flight = self._load(frame)
-        self.queued += flight.nbytes
-        self._pushed.append(flight)
+        self.queued += flight.nbytes + self._charge
+        self._pushes += 1
+        self._pushed[self._pushes] = flight
+        self._by_id.setdefault(frame.request_id, []).append(self._pushes)
+
+    def withdraw(self, request_id: int) -> tuple[list[Flight], bool]:
+        """Take back the user's pushed frames of a request that still wait; the caller must release them.
+        Also: whether the peer can never have heard of the request from us. Ids that grow make the answer
+        exact, others err towards "it may have"."""
+        numbers = self._by_id.pop(request_id, ())
+        taken = []
+        for number in numbers:
+            if self._pushed[number].frame.type >= FIRST_FABRIC_TYPE:
+                self._by_id.setdefault(request_id, []).append(number)
+                continue
+            taken.append(flight := self._pushed.pop(number))
+            self.queued -= flight.nbytes + self._charge
+        return taken, bool(taken) and request_id > self._sent_id
 
     def add(self, source: Source) -> None:
         self._ring.setdefault(id(source), source)
@@ -59,22 +88,33 @@ class Outbox:
     def next(self) -> Flight | None:
         """What to send now, or None. An exception of a source passes through."""
         if self._pushed:
-            flight = self._pushed.popleft()
-            self.queued -= flight.nbytes
-            return flight
+            _, flight = self._pushed.popitem(last=False)
+            self.queued -= flight.nbytes + self._charge
+            request_id = flight.frame.request_id
+            numbers = self._by_id[request_id]
+            del numbers[0]
+            if not numbers:
+                del self._by_id[request_id]
+            return self._given(flight)
         while self._ring:
             key, source = next(iter(self._ring.items()))
             self._ring.move_to_end(key)
             frame = source.next_frame()
             if frame is not None:
-                return self._load(frame)
+                return self._given(self._load(frame))
             self._ring.pop(key, None)
         return None
 
+    def _given(self, flight: Flight) -> Flight:
+        if flight.frame.type < FIRST_FABRIC_TYPE and flight.frame.request_id > self._sent_id:
+            self._sent_id = flight.frame.request_id
+        return flight
+
     def clear(self) -> list[Flight]:
         """Forget everything; the caller must release what is returned."""
-        flights = list(self._pushed)
+        flights = list(self._pushed.values())
         self._pushed.clear()
+        self._by_id.clear()
         self._ring.clear()
         self.queued = 0
         return flights

@@ -27,10 +27,12 @@ _JOIN = 4 << 10  # bodies up to this are joined with their header
 class StreamChannel(FrameChannel):
     """Frames over a connected, non-blocking ``SOCK_STREAM`` socket, which it owns from here on."""
 
-    def __init__(self, sock: socket.socket, local: str, peer: str, limits: Limits) -> None:
-        super().__init__(local, peer, limits)
+    def __init__(
+        self, sock: socket.socket, local: str, peer: str, limits: Limits, *, guest: bool = False
+    ) -> None:
+        super().__init__(local, peer, limits, guest=guest)
         self._sock = sock
-        self._decoder = Decoder(limits, peer)
+        self._decoder = Decoder(limits, peer, guest=guest)
         self._views: deque[memoryview] = deque()  # what the kernel gets next
         self._ends: deque[tuple[int, Flight]] = deque()  # where in the stream each frame of _views ends
         self._loaded = 0  # the stream's position behind _views
@@ -46,6 +48,10 @@ class StreamChannel(FrameChannel):
         """Begin to read and write."""
         self._attach(handler)
         self._read_on()
+
+    def welcome(self) -> None:
+        super().welcome()
+        self._decoder.welcome()
 
     def _read_on(self) -> None:
         if not self._reading and self._state != "closed":
@@ -157,7 +163,7 @@ class StreamChannel(FrameChannel):
         """Act on what is staged, until it is used up or our answers have to go first (True), or the time is
         over (False)."""
         inbound, decoder, limit = self._inbound, self._decoder, self._limits.max_queued
-        while decoder.partial and not inbound.over and self._outbox.queued <= limit:
+        while not inbound.over and self._outbox.queued <= limit:
             if (frame := decoder.next()) is None:
                 return True
             self._head = HEADER_NBYTES + len(frame.body)

@@ -197,7 +197,7 @@ class TcpListener(Listener):
         except OSError:  # the peer is gone already
             sock.close()
             return
-        channel = TcpChannel(sock, local, peer, self._limits)
+        channel = TcpChannel(sock, local, peer, self._limits, guest=True)
         try:
             handler = self._accept(channel)
         except Exception as error:

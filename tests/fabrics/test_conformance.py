@@ -9,6 +9,7 @@ import os
 import pickle
 import random
 import tracemalloc
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
@@ -202,7 +203,10 @@ async def test_h01_a_cancelled_requests_bytes_reach_nobody(scheme: str) -> None:
                     assert item.payload == pattern(size, number + 1)
             if parts is not None:
                 assert parts[0] == canary, "bytes were written after cancel() had given the memory back"
-        assert pair.far.cancelled == [number for number in range(0, rounds * 2, 2) for _ in (0, 1)]
+        told = Counter(pair.far.cancelled)
+        assert list(told) == list(range(0, rounds * 2, 2))
+        for number, times in told.items():  # taken back before it was sent: the first cancel was silent
+            assert times == 1 + (number in answered)
 
 
 async def test_dropping_a_sink_frees_it_in_the_middle_of_a_payload(scheme: str) -> None:
@@ -276,7 +280,7 @@ async def test_a_view_given_back_is_not_referenced(scheme: str, dropped: bool) -
 
 async def test_h07_output_waits_in_its_source_when_the_peer_does_not_read(scheme: str) -> None:
     """H07: what is queued for a reader that stops is bounded; here both ends are choked by small frames."""
-    limits = Limits(max_queued=64 << 10, stall_timeout=0.4)
+    limits = Limits(max_queued=10 << 20, stall_timeout=0.4)
     async with joined(scheme, limits) as pair:
         pulled = 0
         block = bytearray(1 << 20)

@@ -260,3 +260,50 @@ def test_h10_a_hundred_thousand_damaged_frames() -> None:
         tracemalloc.stop()
     assert peak < 1 << 20, f"{peak} bytes were allocated at the peak"
     assert min(outcomes.values()) > 100, outcomes
+
+
+def test_h10_memory_for_a_body_grows_with_what_came_and_goes_with_the_frame() -> None:
+    """A header that announces 4 MiB costs nothing; the body costs at most twice what is there of it."""
+    size = 4 << 20
+    stream = encode_head(1, 0, 1, bytes(size), 0) + bytes(size)
+    decoder, at = Decoder(Limits()), 0
+    tracemalloc.start()
+    try:
+        start = tracemalloc.get_traced_memory()[0]
+        while at < len(stream):
+            assert decoder.next() is None
+            room = decoder.room()
+            count = min(len(room), 40_000, len(stream) - at)
+            room[:count] = stream[at : at + count]
+            decoder.wrote(count)
+            at += count
+            del room
+            held = tracemalloc.get_traced_memory()[0] - start
+            assert held <= 2 * at + 10_000, f"{held} bytes are held for {at} that came"
+        frame = decoder.next()
+        assert frame is not None
+        assert frame.body == bytes(size)
+        frame.body.release()
+        assert decoder.next() is None
+        assert tracemalloc.get_traced_memory()[0] - start < 10_000
+    finally:
+        tracemalloc.stop()
+
+
+def test_the_first_frames_of_a_stranger_are_small() -> None:
+    limits = Limits(max_body=10_000, first_body=100)
+    decoder = Decoder(limits, guest=True)
+    for body, fits in ((bytes(100), True), (bytes(101), False)):
+        stream = encode(1, 0, 1, body, b"")
+        decoder.room()[: len(stream)] = stream
+        decoder.wrote(len(stream))
+        if fits:
+            assert decoder.next() is not None
+            continue
+        with pytest.raises(FrameTooLarge, match=r"101 bytes, the limit first_body is 100; say hello first"):
+            decoder.next()
+        decoder.welcome()
+        assert decoder.next() is not None
+    assert decode(encode(1, 0, 1, bytes(10_000), b""), [], limits)
+    with pytest.raises(FrameTooLarge, match="max_body is 10000"):
+        decode(encode(1, 0, 1, bytes(10_001), b""), [], limits)

@@ -10,7 +10,8 @@ import weakref
 import pytest
 from fabric_kit import DATA, SMALL, Frames, Ledger, Party, Received, joined, uri_for
 
-from fabrics import Channel, Frame, Outgoing, Sink, fabric_for
+from fabrics import Channel, Frame, Limits, Outgoing, Sink, fabric_for
+from fabrics.errors import ChannelFull, FrameTooLarge
 from fabrics.framing import encode_head
 
 
@@ -183,3 +184,85 @@ async def test_a_flood_of_tiny_frames_is_handled_in_turns_with_others(way: str) 
         await flooder.close()
     await listener.close()
     await flooded.lost()
+
+
+async def test_a_peer_that_connected_may_send_large_bodies_once_it_is_welcome(scheme: str) -> None:
+    limits = Limits(first_body=100)
+
+    def greet(channel: Channel, came: Received) -> None:
+        if came.body == b"hello":
+            channel.welcome()
+
+    async with joined(scheme, limits) as pair:
+        pair.far.on_each = greet
+        pair.client.send(Outgoing(SMALL, 1, b"hello"))
+        pair.client.send(Outgoing(SMALL, 2, bytes(50_000)))  # it may lie staged behind the first
+        assert len((await pair.far.count(2))[1].body) == 50_000
+        pair.server.send(Outgoing(SMALL, 3, bytes(50_000)))  # who was called may answer as it likes
+        await pair.near.count(1)
+    async with joined(scheme, limits) as pair:
+        pair.client.send(Outgoing(SMALL, 1, bytes(101)))
+        assert isinstance(await pair.far.lost(), FrameTooLarge)
+        assert "first_body is 100; say hello first" in str(await pair.near.lost())
+
+
+async def test_waiting_frames_count_by_their_number_too(scheme: str) -> None:
+    """Answers of a few bytes each: a queue must not become a heap of them."""
+    async with joined(scheme, Limits(max_queued=100 << 10)) as pair:
+        handled = most = 0
+
+        def answer(channel: Channel, came: Received) -> None:
+            nonlocal handled, most
+            handled += 1
+            channel.send(pair.ledger.lend(SMALL, came.request_id))
+            most = max(most, sum(not calls for calls in pair.ledger.released.values()))
+
+        pair.far.on_each = answer
+        pair.client.add_source(Frames(Outgoing(SMALL, number, b"") for number in range(2000)))
+        assert [item.request_id for item in await pair.near.count(2000)] == list(range(2000))
+        assert most <= 101 + 256, f"{most} answers waited at once"
+
+
+async def test_requests_cancelled_before_they_were_sent_are_not_sent(scheme: str) -> None:
+    async with joined(scheme) as pair:
+        pair.client.send(pair.ledger.lend(SMALL, 1))
+        for number in (2, 3, 3, 4):
+            pair.client.send(pair.ledger.lend(SMALL, number))
+        for number in (2, 3):
+            pair.client.cancel(number)
+        assert list(pair.ledger.released.values()) == [[], [False], [False], [False], []]
+        assert [item.request_id for item in await pair.far.count(2)] == [1, 4]
+        assert pair.far.cancelled == []
+        pair.client.send(pair.ledger.lend(SMALL, 4))  # more of what the peer has heard of
+        pair.client.cancel(4)
+        pair.client.cancel(9)  # perhaps of a request of the peer: it is told
+        await pair.far.until(lambda: len(pair.far.cancelled) == 2)
+        assert pair.far.cancelled == [4, 9]
+        assert len(pair.far.received) == 2
+
+
+async def test_cancelling_takes_back_our_answer_and_still_tells_who_asked(scheme: str) -> None:
+    async with joined(scheme) as pair:
+
+        def stop(channel: Channel, came: Received) -> None:
+            channel.send(pair.ledger.lend(SMALL, came.request_id))
+            channel.cancel(came.request_id)
+
+        pair.far.on_each = stop
+        pair.client.send(Outgoing(SMALL, 7, b""))
+        await pair.near.until(lambda: pair.near.cancelled)
+        assert (pair.near.cancelled, pair.near.received) == ([7], [])
+
+
+async def test_sending_without_end_to_a_peer_that_takes_nothing_is_refused(scheme: str) -> None:
+    """Requests that are tiny but many, all cancelled or not: what waits is bounded, the channel lives on."""
+    async with joined(scheme, Limits(max_queued=64 << 10)) as pair:
+        with pytest.raises(ChannelFull, match=r"4 times max_queued \(65536\)"):
+            for number in range(1000):  # within one turn of the loop: nothing can be taken
+                pair.client.send(pair.ledger.lend(SMALL, number))
+        assert 200 < len(pair.ledger.released) < 260
+        assert pair.client.state == "open"
+        for number in range(len(pair.ledger.released) - 1):
+            pair.client.cancel(number)
+        pair.client.send(Outgoing(SMALL, 5000, b""))
+        assert [item.request_id for item in await pair.far.count(1)] == [5000]
