@@ -10,7 +10,9 @@ from __future__ import annotations
 import asyncio
 import difflib
 import logging
+import operator
 import os
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import TracebackType
@@ -37,6 +39,9 @@ DEADLINE_S = 5.0
 FRAME_BYTES = (
     256 << 10
 )  # of payload: large enough to be cheap, small enough to interleave and to checksum in cache
+
+HASH_ASIDE = 1 << 16  # tokens; hashing more takes longer than others on the loop should wait
+SPENT = "deadline: hashing the prompt took all of it; hash once with Client.prompt"
 
 Tokens = Any  # any integer sequence or array that keys.canonical_tokens takes
 Buffers = KVBuffers | ChunkBuffers
@@ -198,14 +203,20 @@ class Client:
         return Prompt(len(ids), self.block_size, tuple(digests))
 
     async def match(self, prompt: Tokens | Prompt, *, deadline: float | None = None) -> Match:
-        """Longest usable prefix: a hint, it takes no lease."""
+        """Longest usable prefix: a hint, it takes no lease.
+
+        Tokens are hashed first (about 0.1 s a million): above 65,536 of them in a thread, so that the loop is
+        free. That counts against the deadline but is not interrupted by it. It is the same in all calls that
+        are waited for; what is hashed once by :meth:`prompt` costs nothing.
+        """
         self._place.check()
-        hashed = self._hashed(prompt)
+        until = time.monotonic() + self._budget(deadline)
+        hashed = self._hashed(await self._hash(prompt))
         usable = min(hashed.usable_blocks, protocol.MAX_BLOCKS)
         if usable == 0:
             return Match(hashed, 0, "below block size" if hashed.tokens else "no tokens")
         question = protocol.Match(self._link.handle, protocol.join_digests(hashed.digests[:usable]))
-        answer = await self._ask(question, deadline)
+        answer = await self._ask(question, until)
         if not isinstance(answer, protocol.Matched):
             return Match(hashed, 0, answer if isinstance(answer, str) else _refusal(answer))
         hit = max(0, min(answer.blocks, usable))
@@ -229,9 +240,22 @@ class Client:
         layers: contiguous range of layers, default all.
         on_layer: called on the loop's thread with each layer that is in place. If it raises, the fetch ends
             as a miss whose reason names the exception, which is logged.
-        Raises SpecError when the buffers do not fit the model.
+        Raises SpecError when the buffers do not fit the model. Long prompts should be hashed before, see
+        :meth:`match`.
         """
         self._place.check()
+        until = time.monotonic() + self._budget(deadline)
+        return self._start_fetch(prompt, into, start, layers, on_layer, until)
+
+    def _start_fetch(
+        self,
+        prompt: Tokens | Prompt | Match,
+        into: Buffers,
+        start: int,
+        layers: range | None,
+        on_layer: Callable[[int], None] | None,
+        until: float,
+    ) -> Transfer:
         hashed = self._hashed(prompt)
         wanted = range(self.model.num_layers) if layers is None else layers
         if wanted.step != 1 or not 0 <= wanted.start < wanted.stop <= self.model.num_layers:
@@ -249,7 +273,10 @@ class Client:
             why = prompt.reason if isinstance(prompt, Match) else "no full block to fetch"
             transfer._finish(FetchResult(start, 0, 0, why or "nothing beyond start"))
             return transfer
-        budget = self._budget(deadline)
+        budget = until - time.monotonic()
+        if budget <= 0:
+            transfer._finish(FetchResult(start, 0, 0, SPENT))
+            return transfer
 
         def ended() -> None:
             timer.cancel()
@@ -292,9 +319,10 @@ class Client:
         deadline: float | None = None,
     ) -> FetchResult:
         """:meth:`start_fetch`, waited for."""
-        return await self.start_fetch(
-            prompt, into, start=start, layers=layers, on_layer=on_layer, deadline=deadline
-        )
+        self._place.check()
+        until = time.monotonic() + self._budget(deadline)
+        prompt = await self._hash(prompt)
+        return await self._start_fetch(prompt, into, start, layers, on_layer, until)
 
     def start_store(
         self,
@@ -311,8 +339,15 @@ class Client:
             block stored. It must not change before the store ends.
         start: tokens that are known to be stored (``match.hit_tokens``); a multiple of the block size.
         ready_layers: layers that stand in ``kv`` already, default all; see :meth:`Saving.layer_ready`.
+        Long prompts should be hashed before, see :meth:`match`.
         """
         self._place.check()
+        until = time.monotonic() + self._budget(deadline)
+        return self._start_store(prompt, kv, start, ready_layers, until)
+
+    def _start_store(
+        self, prompt: Tokens | Prompt | Match, kv: Buffers, start: int, ready_layers: int | None, until: float
+    ) -> Saving:
         hashed = self._hashed(prompt)
         if not 0 <= start <= hashed.tokens or start % self.block_size:
             raise SpecError(
@@ -326,7 +361,9 @@ class Client:
         if offered <= 0:
             why = "nothing new" if first and first == len(hashed.digests) else "no full block to store"
             return Saving.of(self._place, StoreResult(0, {}, 0, why))
-        budget = self._budget(deadline)
+        budget = until - time.monotonic()
+        if budget <= 0:
+            return Saving.of(self._place, StoreResult(offered, {"aborted": offered}, 0, SPENT))
         ready = self.model.num_layers if ready_layers is None else ready_layers
         # A server reserves all that one request names at once; long prompts take several: others get on.
         parts = range(0, offered, protocol.MAX_STORE_BLOCKS)
@@ -352,19 +389,23 @@ class Client:
         self, prompt: Tokens | Prompt | Match, kv: Buffers, *, start: int = 0, deadline: float | None = None
     ) -> StoreResult:
         """:meth:`start_store`, waited for."""
-        return await self.start_store(prompt, kv, start=start, deadline=deadline)
+        self._place.check()
+        until = time.monotonic() + self._budget(deadline)
+        prompt = await self._hash(prompt)
+        return await self._start_store(prompt, kv, start, None, until)
 
     async def contains(self, prompt: Tokens | Prompt | Match, *, deadline: float | None = None) -> list[bool]:
         """For each full block, whether it is stored; all False when no server answers. Renews nothing.
 
         Blocks beyond ``protocol.MAX_BLOCKS`` (2 million tokens) are never hits and count as not stored."""
         self._place.check()
-        hashed = self._hashed(prompt)
+        until = time.monotonic() + self._budget(deadline)
+        hashed = self._hashed(await self._hash(prompt))
         if not hashed.digests:
             return []
         asked = hashed.digests[: protocol.MAX_BLOCKS]
         question = protocol.Contains(self._link.handle, protocol.join_digests(asked))
-        answer = await self._ask(question, deadline)
+        answer = await self._ask(question, until)
         present = answer.present if isinstance(answer, protocol.Contained) else b""
         if len(present) != len(asked):
             present = bytes(len(asked))
@@ -373,17 +414,19 @@ class Client:
     async def evict(self, prompt: Tokens | Prompt | Match, *, deadline: float | None = None) -> int:
         """Remove the prompt's blocks and all that follow them; returns how many went. Raises Unavailable."""
         self._place.check()
-        hashed = self._hashed(prompt)
+        until = time.monotonic() + self._budget(deadline)
+        hashed = self._hashed(await self._hash(prompt))
         if not hashed.digests:
             return 0
         first = hashed.digests[: protocol.MAX_BLOCKS]  # what follows them goes with them
         question = protocol.Evict(self._link.handle, protocol.join_digests(first))
-        return self._removed(await self._ask(question, deadline)).blocks
+        return self._removed(await self._ask(question, until)).blocks
 
     async def clear(self, *, deadline: float | None = None) -> int:
         """Remove the whole namespace, running stores included; returns the blocks gone (or Unavailable)."""
         self._place.check()
-        return self._removed(await self._ask(protocol.Clear(self._link.handle), deadline)).blocks
+        until = time.monotonic() + self._budget(deadline)
+        return self._removed(await self._ask(protocol.Clear(self._link.handle), until)).blocks
 
     # --- helpers
 
@@ -414,8 +457,15 @@ class Client:
         if isinstance(operation, StoreOperation):
             operation.reclaim()
 
-    async def _ask(self, question: protocol.Message, deadline: float | None) -> protocol.Message | str:
-        return await self._link.call(question, self._budget(deadline))
+    async def _ask(self, question: protocol.Message, until: float) -> protocol.Message | str:
+        left = until - time.monotonic()
+        return await self._link.call(question, left) if left > 0 else SPENT
+
+    async def _hash(self, prompt: Tokens | Prompt | Match) -> Tokens | Prompt | Match:
+        """Hashed if that takes long; else as it is."""
+        if isinstance(prompt, Prompt | Match) or operator.length_hint(prompt) <= HASH_ASIDE:
+            return prompt
+        return await asyncio.to_thread(self.prompt, prompt)
 
     def _removed(self, answer: protocol.Message | str) -> protocol.Removed:
         if isinstance(answer, protocol.Removed):

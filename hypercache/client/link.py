@@ -218,7 +218,7 @@ class Link:
                 return await operation.future
         except TimeoutError:
             self.timed_out(operation)
-            return f"deadline: no answer within {budget:g} s"
+            return f"deadline: no answer within {budget:.3g} s"
         finally:
             self.forget(operation)
 

@@ -21,7 +21,7 @@ import hypercache
 from fabrics import Channel, Frame, Listener, Outgoing, Sink, fabric_for
 from hypercache import ChunkBuffers, KVBuffers, SyncClient, TenantKey, protocol
 from hypercache.client import link
-from hypercache.errors import HyperCacheError, ProtocolError
+from hypercache.errors import HyperCacheError, ProtocolError, TokenError, Unavailable
 
 from .conftest import fill, make_spec, poisoned, running_node, same, tokens_of
 from .test_faults import Server, until
@@ -494,3 +494,45 @@ async def test_calls_beyond_the_bound_miss_at_once(monkeypatch: pytest.MonkeyPat
         assert stored.reason.startswith("busy: 3 calls") and stored.outcome == {"aborted": 4}
         waiting[0].cancel()
         assert "busy" not in (await client.match(tokens, deadline=0.2)).reason
+
+
+# --- long prompts
+
+
+async def test_long_prompts_are_hashed_beside_the_loop_and_within_the_deadline(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with running_node() as node, await hypercache.connect(node.uris[0], **OPTIONS) as client:
+        tokens = tokens_of(1, 500_001)
+        hashing: list[threading.Thread] = []
+        real = client.prompt
+
+        def prompt(ids: Any) -> hypercache.Prompt:
+            hashing.append(threading.current_thread())
+            return real(ids)
+
+        monkeypatch.setattr(client, "prompt", prompt)
+        assert (await client.match(tokens[:65])).reason.startswith("not stored")
+        assert hashing.pop() is threading.main_thread()  # a thread costs more than this takes
+        assert (await client.match(tokens, deadline=60)).reason.startswith("not stored")
+        assert hashing.pop() is not threading.main_thread()
+
+        chunks = ChunkBuffers([np.zeros((16, size), np.uint8) for size in client.chunk_nbytes])
+        match = await client.match(tokens, deadline=0.001)
+        fetched = await client.fetch(tokens, chunks, deadline=0.001)
+        stored = await client.store(tokens, chunks, deadline=0.001)
+        reasons = [match.reason, fetched.reason, stored.reason]
+        assert all(reason.startswith("deadline: hashing") for reason in reasons), reasons
+        assert stored.outcome == {"aborted": 16}
+        assert not any(await client.contains(tokens[:65]))
+        assert not any(await client.contains(tokens, deadline=0.001))
+        with pytest.raises(Unavailable, match="hashing"):
+            await client.evict(tokens, deadline=0.001)
+        assert client.state == "ready"  # no fault of the server
+        assert len(hashing) == 6 and threading.main_thread() not in hashing[:3] + hashing[4:]
+        hashed = match.prompt  # what was hashed is not lost
+        assert len(hashed.digests) == 31_250
+        assert (await client.store(hashed, chunks)).stored == 16
+        assert (await client.match(hashed)).hit_blocks == 16
+        with pytest.raises(TokenError):
+            await client.match(tokens - 60_000)
