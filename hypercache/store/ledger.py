@@ -9,7 +9,7 @@ from hypercache.store.holds import Batch, Chunk, Hold, Lease, Reservation
 from hypercache.store.index import Block, hold
 from hypercache.store.room import Room
 
-OWNER_SHARE = 4  # open reservations of one owner: at most 1/4 of the arena's bytes ...
+OWNER_SHARE = 2  # open reservations of one owner: at most half of the arena's bytes ...
 OWNER_RESERVATIONS = 8192  # ... and so many
 
 

@@ -166,7 +166,7 @@ class BlockStore:
         here. One entry per digest, in order.
 
         Memory is taken when bytes come (:meth:`pin`): only the index may have to evict now. An owner's open
-        reservations are at most 1/4 of the arena (or one block) and 8,192. Raises SpecError for malformed
+        reservations are at most half of the arena (or one block) and 8,192. Raises SpecError for malformed
         digests, before anything is reserved.
         """
         for digest in (*digests, *(() if parent is None else (parent,))):

@@ -152,7 +152,7 @@ def test_a04_one_owner_reserves_a_share_and_no_more(make: Make) -> None:
         assert all(isinstance(e, Skip) and e.reason == "full" for e in entries[got:])
         return got
 
-    share = store.stats().bytes_data // 4 // MIB
+    share = store.stats().bytes_data // 2 // MIB
     assert reserved(big, "p", 100, "a") == share
     assert reserved(big, "q", 100, "a") == 0
     assert reserved(big, "q", 100, "b") == share
