@@ -38,6 +38,7 @@ class Limits:
     max_payload: int = 256 << 20
     max_queued: int = 8 << 20  # pushed frames that wait; beyond it reading pauses, far beyond send() fails
     stall_timeout: float = 30.0  # no progress on owed bytes, either way
+    min_rate_bytes: int = 64 << 10  # progress is this much per stall_timeout, or all that is owed
     first_body: int | None = None  # max_body of a peer that connected, until welcome(); None: max_body
 
 

@@ -24,12 +24,12 @@ from fabrics.framing import (
 )
 from fabrics.inbound import Inbound
 from fabrics.outbox import FRAME_NBYTES, Flight, Outbox
+from fabrics.pace import TICKS, Pace
 
 BUDGET = 2 << 20  # bytes moved per callback, so that one channel does not hold up the others
 TIME_BUDGET = 0.003  # seconds per callback, likewise: small frames cost by their number
 _LINGER = 1.0  # seconds to wait for the peer's own end after our goodbye is on its way
 _FULL = 4  # times max_queued may wait before send() refuses
-_STALL_TICKS = 4  # the stall limit is looked at this many times
 
 
 def _refuse(frame: Outgoing) -> Flight:
@@ -58,8 +58,7 @@ class FrameChannel(Channel):
         self._ticker: asyncio.TimerHandle | None = None
         self._linger: asyncio.TimerHandle | None = None
         self._last_call: asyncio.TimerHandle | None = None
-        self._stalled = [0, 0]  # ticks without progress: out, in
-        self._seen = (0, 0)
+        self._paces = (Pace(limits.min_rate_bytes), Pace(limits.min_rate_bytes))  # out, in
 
     def _attach(self, handler: Handler) -> None:
         """From here on the handler hears of everything, and at last of the loss."""
@@ -68,7 +67,7 @@ class FrameChannel(Channel):
         if self._state == "closed":  # the one who accepted it did not want it
             self._soon(self._tell_lost)
             return
-        self._ticker = self._loop.call_later(self._limits.stall_timeout / _STALL_TICKS, self._tick)
+        self._ticker = self._loop.call_later(self._limits.stall_timeout / TICKS, self._tick)
 
     # -- what a fabric adds
 
@@ -77,8 +76,8 @@ class FrameChannel(Channel):
         """There may be something to send: do so soon, not within this call."""
 
     @abc.abstractmethod
-    def _owed(self) -> tuple[bool, bool]:
-        """Whether output waits for the peer, and whether the peer began a frame and has not ended it."""
+    def _owed(self) -> tuple[int, int]:
+        """Bytes of output that wait for the peer, and bytes that it has not sent of a frame that it began."""
 
     @abc.abstractmethod
     def _prepare(self, frame: Outgoing, payload: list[memoryview], nbytes: int) -> Flight:
@@ -288,16 +287,11 @@ class FrameChannel(Channel):
         )
 
     def _tick(self) -> None:
-        """Count ticks without progress on what one side owes the other."""
+        """See that either side keeps what it owes the other coming."""
         seen = (self.stats.bytes_out, self.stats.bytes_in)
-        for way, owed in enumerate(self._owed()):
-            moved = seen[way] != self._seen[way]
-            self._stalled[way] = 0 if moved or not owed else self._stalled[way] + 1
-        self._seen = seen
-        if max(self._stalled) >= _STALL_TICKS:
-            fault = (
-                "took none of the bytes that wait for it" if self._stalled[0] else "sent no more of a frame"
-            )
-            self._finish(ChannelStalled(f"{self.peer} {fault} for {self._limits.stall_timeout} s"))
-            return
-        self._ticker = self._loop.call_later(self._limits.stall_timeout / _STALL_TICKS, self._tick)
+        faults = ("took too little of the bytes that wait for it", "sent too little of a frame it began")
+        for pace, moved, owed, fault in zip(self._paces, seen, self._owed(), faults, strict=True):
+            if pace.stalled(moved, owed):
+                self._finish(ChannelStalled(f"{self.peer} {fault} for {self._limits.stall_timeout} s"))
+                return
+        self._ticker = self._loop.call_later(self._limits.stall_timeout / TICKS, self._tick)

@@ -92,8 +92,9 @@ class LoopbackChannel(FrameChannel):
             self._woken = True
             self._loop.call_soon(self._move)
 
-    def _owed(self) -> tuple[bool, bool]:
-        return self._flight is not None or bool(self._outbox), False
+    def _owed(self) -> tuple[int, int]:
+        waits = self._flight is not None or bool(self._outbox)  # of a source's frames the size is not known
+        return max(self._cursor.left, int(waits)), 0
 
     def _prepare(self, frame: Outgoing, payload: list[memoryview], nbytes: int) -> Flight:
         encode_head(frame.type, frame.flags, frame.request_id, b"", 0)  # refuses what other fabrics refuse

@@ -74,8 +74,10 @@ class StreamChannel(FrameChannel):
             self._woken = True
             self._loop.call_soon(self._flush)
 
-    def _owed(self) -> tuple[bool, bool]:
-        return bool(self._views), self._reading and (self._inbound.left > 0 or self._decoder.partial)
+    def _owed(self) -> tuple[int, int]:
+        ours = self._loaded - self.stats.bytes_out if self._views else 0
+        theirs = self._inbound.left or self._decoder.missing
+        return ours, theirs if self._reading else 0
 
     def _end_output(self) -> None:
         with contextlib.suppress(OSError):
