@@ -17,6 +17,7 @@ _HEAD_START = 0.25  # seconds an address has before the next one is tried beside
 _BACKLOG = 1024
 _ACCEPTS = 16  # connections taken per callback, so that a flood of them does not hold up the loop
 _ACCEPT_PAUSE = 0.5  # seconds without accepting after the process ran out of descriptors
+_REPORT_PAUSE = 60.0  # seconds between two reports of that: it may last, and a log is on a disk of some size
 _PORT_TRIES = 8  # "any port" must be free in every family of a name
 _LOCAL_SEND_BUFFER = 384 << 10  # see _tune
 _KEEPALIVE = (("TCP_KEEPIDLE", 30), ("TCP_KEEPINTVL", 10), ("TCP_KEEPCNT", 3))  # an idle peer that vanished
@@ -166,6 +167,7 @@ class TcpListener(Listener):
         self._loop = asyncio.get_running_loop()
         self._sockets = list(sockets)
         self._resume: asyncio.TimerHandle | None = None
+        self._report_from = 0.0  # loop time from which a lack of descriptors is reported again
         self._listen()
 
     def _listen(self) -> None:
@@ -183,7 +185,13 @@ class TcpListener(Listener):
             except OSError as error:
                 if error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM):
                     # the queue stays readable: trying at once again would spin
-                    self._report(error, "cannot accept for now")
+                    if (now := self._loop.time()) >= self._report_from:
+                        self._report_from = now + _REPORT_PAUSE
+                        self._report(
+                            error,
+                            f"cannot accept for now, tries go on every {_ACCEPT_PAUSE} s; raise the limit of "
+                            "open files (ulimit -n), or let fewer connect",
+                        )
                     self._pause()
                     self._resume = self._loop.call_later(_ACCEPT_PAUSE, self._listen)
                 return

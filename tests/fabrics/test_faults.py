@@ -585,3 +585,52 @@ async def test_a_peer_that_trickles_is_dropped_and_a_slow_one_is_not(
     await far.lost()
     await listener.close()
     far.ledger.assert_settled()
+
+
+def test_out_of_descriptors_is_reported_once_and_ends() -> None:
+    """The listener tries again and again: that must not fill a log. The limit is that of its own process."""
+    program = """
+import asyncio, os, resource, socket
+import fabrics.tcp
+from fabrics import fabric_for
+
+fabrics.tcp._ACCEPT_PAUSE = 0.02
+
+class Quiet:
+    def on_frame(self, channel, frame): return None
+    def on_payload(self, channel, frame, sink): pass
+    def on_cancel(self, channel, request_id): pass
+    def on_lost(self, channel, error): pass
+
+async def main():
+    reports, accepted = [], []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reports.append(context))
+
+    def accept(channel):
+        accepted.append(channel)
+        return Quiet()
+
+    listener = await fabric_for("tcp://").listen("tcp://127.0.0.1:0", accept)
+    waiting = [socket.socket() for _ in range(20)]
+    top = os.dup(0)
+    os.close(top)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (top + 2, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+    for sock in waiting:
+        sock.connect(("127.0.0.1", int(listener.uris[0].rpartition(":")[2])))
+    while not reports:
+        await asyncio.sleep(0.01)
+    await asyncio.sleep(0.5)  # some twenty tries
+    assert len(accepted) == 2, accepted
+    for sock in waiting[:2]:
+        sock.close()
+    while len(accepted) < 5:
+        await asyncio.sleep(0.01)
+    print(len(reports), "ulimit" in reports[0]["message"], type(reports[0]["exception"]).__name__)
+    await listener.close()
+
+asyncio.run(main())
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, timeout=30, check=False, text=True
+    )
+    assert (done.stdout, done.stderr) == ("1 True OSError\n", "")
