@@ -23,12 +23,19 @@ from hypercache.store.policy import ColdQueue
 
 BLOCK_OVERHEAD = 768  # index bytes charged per block ...
 LAYER_OVERHEAD = 4  # ... and per layer of it (its checksum). tests/store/test_memory.py measures both.
+NAMESPACE_OVERHEAD = 2048  # per namespace that has blocks ...
+NAMESPACE_LAYER_OVERHEAD = 96  # ... and per layer of it (its chunk's size and place)
 _REAP_ON_DEMAND = 64
 
 
 def index_nbytes(layers: int) -> int:
     """Bytes charged to the index for one block."""
     return BLOCK_OVERHEAD + LAYER_OVERHEAD * layers
+
+
+def namespace_nbytes(layers: int) -> int:
+    """Bytes charged to the index for one namespace, beside its blocks."""
+    return NAMESPACE_OVERHEAD + NAMESPACE_LAYER_OVERHEAD * layers
 
 
 class Room:
@@ -42,6 +49,7 @@ class Room:
         self.visible = 0
         self.visible_nbytes = 0
         self.evicted = 0
+        self.trees: dict[bytes, Tree] = {}  # by namespace; the one used longest ago comes first
         self._leaves: dict[int, ColdQueue[Block]] = {}  # per slot size
         self._slabs: ColdQueue[Slab[Block]] = ColdQueue()
         self._dead: list[Tree] = []  # cleared, not yet freed
@@ -49,15 +57,35 @@ class Room:
 
     # -- in
 
-    def claim(self, tree: Tree, digest: bytes) -> Block | None:
-        """A new pending block, not yet in the tree, and without a slot: nothing has come for it, so no stored
-        bytes go for it. None: the index has no room, and everything in it is held."""
-        charge = index_nbytes(tree.space.layers)
+    def plant(self, tree: Tree) -> bool:
+        """Enter an empty tree. False: the index has no room, and everything in it is held."""
+        charge = namespace_nbytes(tree.space.layers)
+        if not self._make_index(charge):
+            return False
+        self.index_used += charge
+        self.trees[tree.space.info.digest] = tree
+        return True
+
+    def uproot(self, tree: Tree) -> None:
+        """Forget a namespace, whose blocks are gone or cleared."""
+        if self.trees.get(tree.space.info.digest) is tree:
+            del self.trees[tree.space.info.digest]
+            self.index_used -= namespace_nbytes(tree.space.layers)
+
+    def _make_index(self, charge: int) -> bool:
         if self.index_used + charge > self.index_capacity:
             self.reap(_REAP_ON_DEMAND)
         while self.index_used + charge > self.index_capacity:
             if not self._evict_coldest():
-                return None
+                return False
+        return True
+
+    def claim(self, tree: Tree, digest: bytes) -> Block | None:
+        """A new pending block, not yet in the tree, and without a slot: nothing has come for it, so no stored
+        bytes go for it. None: the index has no room, and everything in it is held."""
+        charge = index_nbytes(tree.space.layers)
+        if not self._make_index(charge):
+            return None
         self.index_used += charge
         self.blocks += 1
         return Block(digest, tree, self._nowhere)
@@ -179,6 +207,8 @@ class Room:
             self.arena.release(block.slab, block.slot)
             if block.slab.used == 0:
                 self._slabs.forget(block.slab)
+        if not tree.blocks and not tree.busy:
+            self.uproot(tree)
         if parent is not None:
             self._inherit(parent, block.rank)
             self._offer(parent)

@@ -57,7 +57,7 @@ class BlockStore:
         self._climbs = Climbs(self._policy)
         self._arena: Arena[Block] = Arena(capacity - capacity // INDEX_SHARE, region_nbytes(capacity))
         self._room = Room(self._arena, capacity - self._arena.nbytes)
-        self._trees: dict[bytes, Tree] = {}  # by namespace; the one used longest ago comes first
+        self._trees = self._room.trees
         self._ledger = Ledger(self._room)
         self._removed = 0
 
@@ -66,30 +66,27 @@ class BlockStore:
     def open_namespace(self, info: NamespaceInfo) -> Namespace:
         """The handle for ``info``. It stays good for the life of the store, cleared or not.
 
-        Raises SpecError if the same digest is known with another geometry, StoreFull if there are
-        ``max_namespaces`` others and all are being read or written.
+        Opening keeps nothing: the store knows a namespace, its geometry included, while it has blocks or
+        reservations. Raises SpecError if the same digest is known with another geometry; the other methods
+        do so too, for a handle whose digest was first written to through one of another geometry.
         """
         tree = self._trees.get(info.digest)
-        if tree is not None:
-            _same_geometry(tree.space.info, info)
-            return tree.space
-        space = Namespace(info)
-        self._plant(space)
-        return space
+        if tree is None:
+            return Namespace(info)
+        _same_geometry(tree.space.info, info)
+        return tree.space
 
-    def _plant(self, space: Namespace) -> Tree:
-        """An empty tree for ``space``; the namespace unused for longest makes room for it."""
+    def _plant(self, space: Namespace) -> Tree | None:
+        """An empty tree for ``space``; the namespace unused for longest makes room for it. None: all are in
+        use, or the index is."""
         if len(self._trees) >= self.max_namespaces:
             idle = next((tree for tree in self._trees.values() if not tree.busy), None)
             if idle is None:
-                raise StoreFull(
-                    f"namespace {space.info.label!r}: all {self.max_namespaces} namespaces are in use; "
-                    "raise max_namespaces or try again later"
-                )
-            del self._trees[idle.space.info.digest]
+                return None
+            self._room.uproot(idle)
             self._removed += self._room.clear(idle)[0]
-        tree = self._trees[space.info.digest] = Tree(space)
-        return tree
+        tree = Tree(space)
+        return tree if self._room.plant(tree) else None
 
     def _tree(self, ns: Namespace) -> Tree | None:
         tree = self._trees.get(ns.info.digest)
@@ -172,19 +169,35 @@ class BlockStore:
         for digest in (*digests, *(() if parent is None else (parent,))):
             if type(digest) is not bytes or not 16 <= len(digest) <= 64:
                 raise SpecError("a block digest must be 16..64 bytes; see hypercache.keys")
-        tree = self._tree(ns)
-        if tree is None:  # it had to make room for others
-            try:
-                tree = self._plant(ns)
-            except StoreFull:
-                return [Skip("full")] * len(digests)
-        self._used_last(tree)
         self._ledger.expire(now)
-        batch = Batch(now)
-        before = None if parent is None else tree.blocks.get(parent)
+        tree = self._tree(ns)
+        before = None if parent is None or tree is None else tree.blocks.get(parent)
         reason: Reason | None = "orphan" if parent is not None and before is None else None
         if ns.nbytes > self._arena.nbytes:
             reason = "too_large"
+        if tree is None:
+            if reason is None and digests and self._ledger.may_reserve(owner, ns.nbytes):
+                tree = self._plant(ns)
+            if tree is None:
+                return [Skip(reason or "full")] * len(digests)
+        self._used_last(tree)
+        tree.busy += 1  # or it could go while others make room for it
+        out = self._reserve(tree, before, digests, reason, owner, now)
+        tree.busy -= 1
+        if not tree.blocks and not tree.busy:
+            self._room.uproot(tree)
+        return out
+
+    def _reserve(
+        self,
+        tree: Tree,
+        before: Block | None,
+        digests: Sequence[bytes],
+        reason: Reason | None,
+        owner: Hashable,
+        now: float,
+    ) -> list[Reservation | Skip]:
+        batch = Batch(now)
         if before is not None:
             self._policy.use((before,), now)
             self._climbs.start(before, now)
@@ -354,7 +367,7 @@ class BlockStore:
         tree = self._tree(ns)
         if tree is None:
             return 0, 0
-        self._trees[ns.info.digest] = Tree(tree.space)
+        self._room.uproot(tree)
         count, nbytes = self._room.clear(tree)
         self._removed += count
         return count, nbytes

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from hypercache.errors import StoreFull
 from hypercache.store import Block, BlockStore, Lease, Namespace, NamespaceInfo, Reservation, Skip
 from hypercache.store.index import COMMITTED, COMPLETE, DOOMED, FREED, PENDING
-from hypercache.store.room import index_nbytes
+from hypercache.store.room import index_nbytes, namespace_nbytes
 
 MIB = 1 << 20
 
@@ -101,7 +101,10 @@ def audit(store: BlockStore, pinned: Iterable[Lease | Reservation] = ()) -> None
     blocks = live_blocks(store)
     assert len(set(map(id, blocks))) == len(blocks) == room.blocks
     assert stats.bytes_used == sum(b.slab.klass.nbytes for b in blocks if b.placed) <= stats.bytes_data
-    assert stats.bytes_index == sum(index_nbytes(b.tree.space.layers) for b in blocks)
+    assert stats.bytes_index == sum(index_nbytes(b.tree.space.layers) for b in blocks) + sum(
+        namespace_nbytes(tree.space.layers) for tree in store._trees.values()
+    )
+    assert all(tree.live and (tree.blocks or tree.busy) for tree in store._trees.values())
     assert stats.bytes_data + stats.bytes_index_limit <= stats.capacity
     assert stats.bytes_index <= stats.bytes_index_limit
     for slab in arena.slabs():

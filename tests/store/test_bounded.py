@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gc
+import tracemalloc
+
 import pytest
 
 from hypercache.errors import StoreFull
@@ -174,3 +177,50 @@ def test_a04_so_many_reservations_and_no_more(make: Make) -> None:
     entries = store.reserve(tiny, None, chain("t", 8200), "a", 0.0)
     assert [isinstance(entry, Reservation) for entry in entries] == [True] * 8192 + [False] * 8
     store.abort(entries[0])  # type: ignore[arg-type]
+
+
+def test_b03_namespaces_that_are_only_opened_or_promised_leave_nothing(make: Make) -> None:
+    store = make(max_namespaces=8)
+    ns = store.open_namespace(info("a", (64,)))
+    assert put(store, ns, chain("p", 4), 0.0) == ["stored"] * 4
+    before = store.stats()
+    for step in range(100):
+        other = store.open_namespace(info(f"n{step}", (64,) * 100))
+        store.match(other, chain("p", 1), 0.0)
+        store.reserve(other, b"x" * 16, chain("p", 1), "w", 0.0)
+        (entry,) = store.reserve(other, None, chain("p", 1), "w", 0.0)
+        assert isinstance(entry, Reservation)
+        store.abort(entry)
+    after = store.stats()
+    assert (after.namespaces, after.bytes_index) == (before.namespaces, before.bytes_index)
+    assert store.match(ns, chain("p", 4), 0.0) == 4
+    store.clear(ns)
+    store.sweep(0.0)
+    assert (store.stats().namespaces, store.stats().bytes_index) == (0, 0)
+
+
+def test_b02_namespaces_count_in_the_index_budget(make: Make) -> None:
+    store = make(16 * MIB)
+    before = store.stats().bytes_index_limit
+    gc.collect()
+    tracemalloc.start()
+    try:
+        start = tracemalloc.get_traced_memory()[0]
+        for step in range(40):
+            ns = store.open_namespace(info(f"n{step}", [1000 + layer for layer in range(4096)]))
+            (entry,) = store.reserve(ns, None, chain("p", 1), step, 0.0)
+            if isinstance(entry, Skip):
+                break
+        del ns, entry
+        gc.collect()
+        measured = tracemalloc.get_traced_memory()[0] - start
+    finally:
+        tracemalloc.stop()
+    stats = store.stats()
+    assert 2 <= stats.namespaces < 40
+    assert measured <= stats.bytes_index <= min(before, 2 * measured)
+    small = store.open_namespace(info("small", (64,)))
+    for owner in range(40):
+        store.drop_owner(owner)
+    assert (store.stats().namespaces, store.stats().bytes_index) == (0, 0)
+    assert put(store, small, chain("p", 1), 1.0) == ["stored"]

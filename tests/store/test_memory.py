@@ -12,7 +12,7 @@ import pytest
 
 from hypercache.errors import ConfigError, StoreFull
 from hypercache.store import BlockStore, Lease, Namespace, Reservation
-from hypercache.store.room import index_nbytes
+from hypercache.store.room import index_nbytes, namespace_nbytes
 
 from .conftest import Make
 from .kit import MIB, audit, chain, info, intact, put, write
@@ -53,7 +53,7 @@ def test_the_index_charge_is_what_the_index_takes(make: Make, layers: int, lengt
     finally:
         tracemalloc.stop()
     assert store.stats().blocks == blocks
-    assert store.stats().bytes_index == blocks * index_nbytes(layers)
+    assert store.stats().bytes_index == blocks * index_nbytes(layers) + namespace_nbytes(layers)
     assert measured <= index_nbytes(layers) <= 2 * measured
 
 
@@ -205,7 +205,7 @@ def test_a_class_takes_regions_from_another_only_if_those_are_colder(make: Make)
 def test_tiny_blocks_are_bounded_by_the_index_budget(make: Make) -> None:
     store = make(4 * MIB)
     ns = store.open_namespace(info("tiny", (10, 20)))
-    limit = store.stats().bytes_index_limit // index_nbytes(2)
+    limit = (store.stats().bytes_index_limit - namespace_nbytes(2)) // index_nbytes(2)
     for prompt in range(limit // 8 + 20):
         assert put(store, ns, chain(f"p{prompt}", 8), float(prompt)) == ["stored"] * 8
     stats = store.stats()

@@ -380,11 +380,28 @@ def test_a12_sessions_that_come_back_get_their_own_bytes(make: Make) -> None:
 
 def test_one_digest_has_one_geometry(store: BlockStore) -> None:
     first = info("a", CHUNKS)
+    early = store.open_namespace(info("a", CHUNKS[::-1]))  # nothing is kept of it
     ns = store.open_namespace(first)
+    (writer,) = reserve(store, ns, chain("p", 1), 0.0)
     assert store.open_namespace(info("a", CHUNKS, label="another name for it")) is ns
+    for use in (
+        lambda: store.match(early, chain("p", 1), 0.0),
+        lambda: store.reserve(early, None, chain("p", 1), "x", 0.0),
+        lambda: store.lease(early, chain("p", 1), "x", 1.0, 0.0),
+        lambda: store.contains(early, chain("p", 1)),
+        lambda: store.evict(early, chain("p", 1)),
+        lambda: store.clear(early),
+        lambda: store.count(early),
+    ):
+        with pytest.raises(SpecError, match="another geometry"):
+            use()
     for other in (info("a", CHUNKS[::-1]), info("a", CHUNKS, 64), info("a", CHUNKS, codec="int8")):
         with pytest.raises(SpecError, match="another geometry"):
             store.open_namespace(other)
+    store.abort(writer)
+    assert put(store, early, chain("p", 1), 0.0) == ["stored"]  # nothing was left: the next one wins
+    with pytest.raises(SpecError, match="another geometry"):
+        store.match(ns, chain("p", 1), 0.0)
 
 
 @pytest.mark.parametrize(
@@ -414,24 +431,28 @@ def test_a_namespace_that_was_written_to_is_not_the_idle_one(make: Make) -> None
     a, b = (store.open_namespace(info(name, CHUNKS)) for name in "ab")
     put(store, b, chain("p", 3), 0.0)
     put(store, a, chain("p", 2), 0.0)
-    store.open_namespace(info("c", CHUNKS))
+    c = store.open_namespace(info("c", CHUNKS))
+    assert (store.count(a), store.count(b)) == (2, 3)  # to open takes nothing from others
+    assert reasons(store.reserve(c, b"x" * 16, chain("p", 1), "w", 0.0)) == ["orphan"]
+    assert store.reserve(c, None, [], "w", 0.0) == []
+    assert (store.count(a), store.count(b)) == (2, 3)  # nor does what reserves nothing
+    put(store, c, chain("p", 1), 0.0)
     assert (store.count(a), store.count(b)) == (2, 0)
 
 
 def test_idle_namespaces_make_room_for_new_ones_and_their_handles_stay_good(make: Make) -> None:
     store = make(max_namespaces=2)
-    a, b = (store.open_namespace(info(name, CHUNKS)) for name in "ab")
+    a, b, c = (store.open_namespace(info(name, CHUNKS)) for name in "abc")
     for ns in (b, a):
         put(store, ns, chain("p", 2), 0.0)
     store.match(b, chain("p", 2), 1.0)
-    c = store.open_namespace(info("c", CHUNKS))  # a was used longest ago
+    put(store, c, chain("p", 2), 1.0)  # a was used longest ago
     assert store.match(a, chain("p", 2), 2.0) == 0 and store.match(b, chain("p", 2), 2.0) == 2
-    assert put(store, a, chain("p", 2), 3.0) == ["stored"] * 2  # c is empty and goes
+    store.evict(c, chain("p", 2))  # c is empty, and forgotten
+    assert put(store, a, chain("p", 2), 3.0) == ["stored"] * 2
     assert store.stats().namespaces == 2
     leases = [store.lease(ns, chain("p", 2), "r", 9.0, 4.0) for ns in (a, b)]
     assert all(lease.open for lease in leases)
     assert reasons(store.reserve(c, None, chain("p", 2), "w", 4.0)) == ["full"] * 2
-    with pytest.raises(StoreFull, match="max_namespaces"):
-        store.open_namespace(info("d", CHUNKS))
     store.drop_owner("r")
     assert put(store, c, chain("p", 2), 5.0) == ["stored"] * 2
