@@ -59,10 +59,12 @@ class Sink:
     ``landed(n)``, if given, is called as bytes arrive with the running total, so that a checksum can be
     computed while they are still in the CPU's cache. ``closed(complete)`` is called exactly once when the
     channel will never write to the views again: only then may their memory have another owner. For a
-    complete payload it comes just before :meth:`Handler.on_payload`.
+    complete payload it comes just before :meth:`Handler.on_payload`. A sink is good for one payload: the
+    channel then lets go of both callables, so that a sink may refer to itself by them and still goes when its
+    last user does.
     """
 
-    __slots__ = ("closed", "landed", "nbytes", "views")
+    __slots__ = ("closed", "landed", "nbytes", "spent", "views")
 
     def __init__(
         self,
@@ -75,6 +77,7 @@ class Sink:
         self.nbytes = sum([view.nbytes for view in views])
         self.landed = landed
         self.closed = closed
+        self.spent = False  # set by the channel: another payload is refused
 
 
 @dataclass(slots=True)

@@ -14,6 +14,7 @@ def _let_go(sink: Sink, complete: bool) -> None:
     """Tell the sink's owner that its memory is free. The callbacks are undone: they are often the sink's own
     bound methods, and that circle would keep the sink until a garbage collector comes by."""
     closed, sink.closed, sink.landed = sink.closed, None, None
+    sink.spent = True
     if closed is not None:
         closed(complete)
 
@@ -51,6 +52,8 @@ class Inbound:
             raise ValueError("on_frame kept a view of the body, whose memory is reused: copy it") from None
         if sink is None:
             return
+        if sink.spent:
+            raise ValueError("on_frame gave a sink that had a payload already; make one for each")
         if sink.nbytes != frame.payload_nbytes:
             raise ValueError(
                 f"on_frame gave a sink of {sink.nbytes} bytes for a payload of {frame.payload_nbytes}"

@@ -66,16 +66,15 @@ def slots(memory: memoryview, size: int) -> list[memoryview]:
 class Slot:
     """Where the payload of one request under way lands, and its sum so far."""
 
-    __slots__ = ("_at", "_sum", "_view", "expected", "sink")
+    __slots__ = ("_at", "_sum", "_view", "expected")
 
     def __init__(self, view: memoryview) -> None:
         self._view = view
-        self.sink = Sink([view], landed=self._landed)
         self.expected = self._at = self._sum = 0
 
     def open(self, expected: int) -> Sink:
         self.expected, self._at, self._sum = expected, 0, 0
-        return self.sink
+        return Sink([self._view], landed=self._landed)
 
     def _landed(self, count: int) -> None:
         self._sum = crc32(self._view[self._at : count], self._sum)

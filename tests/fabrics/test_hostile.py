@@ -74,6 +74,19 @@ async def test_a_sink_goes_with_its_payload_without_a_garbage_collector(scheme: 
             gc.enable()
 
 
+async def test_a_sink_is_not_used_twice(scheme: str) -> None:
+    """Its callbacks are gone: a second payload would land without being verified."""
+    reported: list[dict[str, object]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda loop, context: reported.append(context))
+    async with joined(scheme) as pair:
+        sink = Sink([memoryview(bytearray(10))])
+        pair.far.answers = lambda channel, frame: sink
+        for number in (1, 2):
+            pair.client.send(Outgoing(DATA, number, b"", [memoryview(bytes(10))]))
+        assert "make one for each" in str(await pair.far.lost())
+    assert len(reported) == 1
+
+
 @pytest.mark.parametrize("moment", ["on_frame", "on_payload", "landed", "closed"])
 async def test_after_hanging_up_nothing_that_was_staged_is_handed_over(scheme: str, moment: str) -> None:
     async with joined(scheme) as pair:
