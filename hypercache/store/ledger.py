@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Hashable
+from itertools import islice
 
 from hypercache.store.holds import Batch, Chunk, Hold, Lease, Reservation
 from hypercache.store.index import Block, hold
@@ -113,6 +114,7 @@ class Ledger:
                 self.expired += 1
                 self.end(lease, "expired")
 
-    def stalled_since(self, then: float) -> list[Reservation]:
-        """Reservations in whose batch nothing has happened after ``then``."""
-        return [writer for batch in self._batches if batch.progress <= then for writer in batch.open]
+    def stalled_since(self, then: float, limit: int) -> list[Reservation]:
+        """Up to ``limit`` reservations in whose batch nothing has happened after ``then``."""
+        stalled = (writer for batch in self._batches if batch.progress <= then for writer in batch.open)
+        return list(islice(stalled, limit))

@@ -23,6 +23,7 @@ from hypercache.store.stats import StoreStats
 
 INDEX_SHARE = 32  # 1/32 of the capacity is kept for the index: enough for blocks of 32 KiB and more
 _SWEEP_STEPS = 1024  # cleared blocks freed per sweep: a few milliseconds
+_SWEEP_STALLED = 2048  # stalled writers ended per sweep; one in another's way is replaced at once
 _CLIMB_STEPS = 256  # ancestors raised per call
 
 
@@ -383,9 +384,8 @@ class BlockStore:
     def sweep(self, now: float) -> None:
         """Housekeeping, every second or so: expired leases, stalled writers, some of what was cleared."""
         self._ledger.expire(now)
-        stalled = self._ledger.stalled_since(now - self.store_stall_s)
-        self._ledger.stalled += len(stalled)
-        for writer in stalled:
+        for writer in self._ledger.stalled_since(now - self.store_stall_s, _SWEEP_STALLED):
+            self._ledger.stalled += 1
             self.abort(writer, "the writer had stalled")
         self._climbs.go(_SWEEP_STEPS)
         self._room.reap(_SWEEP_STEPS)

@@ -224,3 +224,20 @@ def test_b02_namespaces_count_in_the_index_budget(make: Make) -> None:
         store.drop_owner(owner)
     assert (store.stats().namespaces, store.stats().bytes_index) == (0, 0)
     assert put(store, small, chain("p", 1), 1.0) == ["stored"]
+
+
+def test_b01_stalled_writers_are_ended_some_at_a_time_and_are_in_nobodys_way(make: Make) -> None:
+    store = make(256 * MIB)
+    ns = store.open_namespace(info("a", (64,)))
+    for owner in range(5):
+        for step in range(1000):
+            store.reserve(ns, None, chain(f"{owner} {step}", 1), owner, 0.0)
+    store.sweep(5.0)
+    left = store.stats().reservations
+    assert 0 < left < 5000 and store.stats().stalled_total == 5000 - left
+    (entry,) = store.reserve(ns, None, chain("4 999", 1), "new", 5.0)
+    assert isinstance(entry, Reservation)
+    for _ in range(4):
+        store.sweep(5.0)
+    assert store.stats().reservations == 1 and entry.open
+    assert store.stats().stalled_total == 5000
