@@ -40,9 +40,12 @@ CODECS = ("raw", "fp8", "int8", "int4", "int4-plain")
 
 MAX_BLOCKS = 1 << 17  # a request: 2 million tokens at 16 a block, 2 MiB of digests
 MAX_STORE_BLOCKS = 1024  # a STORE: reserving takes about 10 us a block, and nobody else is served meanwhile
-MAX_LAYERS = 4096
+MAX_LAYERS = 1024
 MAX_CHUNK_BYTES = 64 << 20
 MAX_FRAME_CHUNKS = 512
+MAX_FRAME_BYTES = (
+    1 << 20
+)  # of payload, unless a single chunk is larger: what one peer can hold up others with
 MAX_LABEL = 256
 
 
@@ -246,6 +249,18 @@ BODIES: dict[Op, type[Message]] = {
     Op.CLEAR: Clear,
     Op.REMOVED: Removed,
     Op.ERROR: Error,
+}
+#: What a client may send, and the largest body each can have. Checked before anything is decoded.
+REQUESTS: dict[int, int] = {
+    Op.HELLO: 4 << 10,
+    Op.OPEN: 16 << 10,
+    Op.MATCH: MAX_BLOCKS * DIGEST_BYTES + 64,
+    Op.FETCH: MAX_BLOCKS * DIGEST_BYTES + 64,
+    Op.STORE: MAX_STORE_BLOCKS * DIGEST_BYTES + 128,
+    Op.PUT: MAX_FRAME_CHUNKS * 32 + 64,
+    Op.CONTAINS: MAX_BLOCKS * DIGEST_BYTES + 64,
+    Op.EVICT: MAX_BLOCKS * DIGEST_BYTES + 64,
+    Op.CLEAR: 64,
 }
 _TYPES = {body: op for op, body in BODIES.items()}
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Message]] = {

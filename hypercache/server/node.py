@@ -7,12 +7,15 @@ import contextlib
 import dataclasses
 import os
 import time
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import structlog
 
 from fabrics import Channel, Limits, Listener, fabric_for
 from fabrics.errors import AddressError
+from hypercache import protocol
 from hypercache.server.admin import AdminServer
 from hypercache.server.config import ServerConfig
 from hypercache.server.metrics import Metrics
@@ -44,7 +47,11 @@ class Node:
             max_payload=config.max_frame_payload,
             lease_limit_s=config.lease_limit_s,
         )
-        self._limits = Limits(max_payload=config.max_frame_payload, stall_timeout=config.stall_timeout_s)
+        self._limits = Limits(
+            max_payload=config.max_frame_payload,
+            stall_timeout=config.stall_timeout_s,
+            first_body=protocol.REQUESTS[protocol.Op.HELLO],
+        )
         self._sessions: set[Session] = set()
         self._listeners: list[Listener] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -167,6 +174,13 @@ class Node:
         while True:
             await asyncio.sleep(SWEEP_S)
             now = time.monotonic()
-            self._store.sweep(now)
+            self._guarded("sweep", partial(self._store.sweep, now))
             for session in list(self._sessions):
-                session.expire(now, HANDSHAKE_S)
+                self._guarded("expire", partial(session.expire, now, HANDSHAKE_S))
+
+    def _guarded(self, what: str, work: Callable[[], None]) -> None:
+        """Housekeeping goes on whatever one session or pass does."""
+        try:
+            work()
+        except Exception as error:
+            self._log.exception("housekeeping failed", what=what, exc_info=error)

@@ -7,16 +7,17 @@ the channel lives on; what breaks the protocol closes the channel and is counted
 
 from __future__ import annotations
 
-import asyncio
+import contextlib
 import itertools
+from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from fabrics import Channel, Frame, Outgoing, Sink
+from fabrics import Channel, FabricError, Frame, Outgoing, Sink
 from fabrics.errors import ChannelClosed, FrameError
 from hypercache import protocol
-from hypercache.errors import HyperCacheError, ProtocolError, SpecError, TooLarge
+from hypercache.errors import HyperCacheError, ProtocolError, SpecError, StoreFull, TooLarge
 from hypercache.keys import HASH_VERSION
 from hypercache.protocol import ErrorCode, Op
 from hypercache.server.streams import FetchStream, PutSink, StoreStream
@@ -30,6 +31,15 @@ if TYPE_CHECKING:
 AGENT = "hypercache-serve/0.1.0"
 MAX_STREAMS = 256  # fetches and stores in flight on one channel
 MAX_HANDLES = 256
+MAX_OPEN_LAYERS = 1 << 20  # of all sessions' handles: about 100 MB
+MAX_REMEMBERED = 4096
+MIN_FRAME_BYTES = 64 << 10
+LINGER_S = 10.0
+_CODES: tuple[tuple[type[HyperCacheError], ErrorCode], ...] = (
+    (SpecError, ErrorCode.SPEC),
+    (TooLarge, ErrorCode.TOO_LARGE),
+    (StoreFull, ErrorCode.BUSY),
+)
 _numbers = itertools.count(1)  # of connections, for the log
 
 
@@ -44,15 +54,23 @@ class Context:
     max_payload: int
     lease_limit_s: float
     draining: bool = False
-    tenants: dict[bytes, dict[bytes, str]] = field(default_factory=dict)  # tenant id -> digest -> label
-    _closing: set[asyncio.Task[None]] = field(default_factory=set)
+    stored_in: OrderedDict[tuple[bytes, bytes], str] = field(default_factory=OrderedDict)
+    open_layers: int = 0  # of all namespaces that sessions have open: what their handles cost
     _discard: memoryview = field(default_factory=lambda: memoryview(bytearray(64 << 10)))
 
-    def hang_up(self, channel: Channel) -> None:
-        """Close ``channel`` once what was said last is on its way."""
-        task = asyncio.get_running_loop().create_task(channel.close())
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
+    def remember(self, tenant_id: bytes, digest: bytes, label: str) -> None:
+        """This tenant stores under that namespace; the last few thousand are known, to explain misses."""
+        self.stored_in[tenant_id, digest] = label
+        self.stored_in.move_to_end((tenant_id, digest))
+        if len(self.stored_in) > MAX_REMEMBERED:
+            self.stored_in.popitem(last=False)
+
+    def others(self, tenant_id: bytes, digest: bytes) -> tuple[str, ...]:
+        """Labels of the tenant's other namespaces, at most 8."""
+        labels = [
+            label for (who, what), label in self.stored_in.items() if who == tenant_id and what != digest
+        ]
+        return tuple(labels[-8:])
 
     def discard(self, size: int) -> memoryview:
         """Memory for bytes that nobody wants; shared, its content is meaningless."""
@@ -79,12 +97,14 @@ class Session:
         self.full = full  # the node has as many connections as it may: say so at HELLO, serve nothing
         self.born = context.clock()
         self.greeted = False
-        self.refused = False  # at HELLO: what was sent right behind it means nothing
+        self.deaf = False  # the channel is being closed for a fault: what was sent behind it means nothing
         self.tenant_id = b""
         self._on_lost = on_lost
         self._handles: list[Namespace] = []
         self._fetches: dict[int, FetchStream] = {}
         self._stores: dict[int, StoreStream] = {}
+        self._lingering: list[FetchStream] = []  # over, but the channel still sends from their memory
+        self._refusals = 0
 
     @property
     def busy(self) -> bool:
@@ -93,26 +113,44 @@ class Session:
     # --- channel events
 
     def on_frame(self, channel: Channel, frame: Frame) -> Sink | None:
-        if self.refused:
+        if self.deaf:
             return None
         try:
-            message = protocol.decode(frame.type, frame.body)
-            if message is None:
-                raise _Refusal(ErrorCode.UNSUPPORTED, f"frame type {frame.type} is unknown to {AGENT}")
-            if isinstance(message, protocol.Put):
-                return self._put(frame, message)
-            if frame.payload_nbytes:
-                raise ProtocolError(
-                    f"{Op(frame.type).name} carries a payload of {frame.payload_nbytes} bytes"
-                )
-            self._dispatch(channel, frame.request_id, message)
+            return self._take(channel, frame)
         except _Refusal as refusal:
             self._refuse(channel, frame.request_id, refusal.code, str(refusal))
             if not self.greeted:
-                self.refused = True
-                self.context.hang_up(channel)
+                self._end(channel)
         except ProtocolError as error:
             self._violation(channel, frame.request_id, error)
+        except HyperCacheError as error:
+            code = next((code for kind, code in _CODES if isinstance(error, kind)), ErrorCode.INTERNAL)
+            self._refuse(channel, frame.request_id, code, str(error))
+        except FabricError as error:  # it takes no answers, or is gone already
+            channel.abort(error)
+        except Exception as error:
+            self.log.exception("internal error, closing", request=frame.request_id, exc_info=error)
+            self._violation(channel, frame.request_id, error, ErrorCode.INTERNAL, "internal error")
+        return None
+
+    def _take(self, channel: Channel, frame: Frame) -> Sink | None:
+        """Everything is checked by type and size before a byte of the body is decoded."""
+        most = protocol.REQUESTS.get(frame.type)
+        if not self.greeted and frame.type != Op.HELLO:
+            raise ProtocolError("the first frame must be HELLO")
+        if most is None:
+            if frame.type in protocol.BODIES:
+                raise ProtocolError(f"{Op(frame.type).name} is not a request")
+            raise _Refusal(ErrorCode.UNSUPPORTED, f"frame type {frame.type} is unknown to {AGENT}")
+        if len(frame.body) > most:
+            raise ProtocolError(f"{Op(frame.type).name} has {len(frame.body)} bytes, at most {most}")
+        message = protocol.decode(frame.type, frame.body)
+        if isinstance(message, protocol.Put):
+            return self._put(frame, message)
+        if frame.payload_nbytes:
+            raise ProtocolError(f"{Op(frame.type).name} carries a payload of {frame.payload_nbytes} bytes")
+        assert message is not None
+        self._dispatch(channel, frame.request_id, message)
         return None
 
     def on_payload(self, channel: Channel, frame: Frame, sink: Sink) -> None:
@@ -132,13 +170,10 @@ class Session:
             self._store_ended(store)
 
     def on_lost(self, channel: Channel, error: Exception | None) -> None:
-        for fetch in list(self._fetches.values()):
-            fetch.cancel()
-        for store in self._stores.values():
-            store.cancel()
-            self._store_ended(store)
-        self._stores.clear()
+        self._end_streams()
         self.context.store.drop_owner(self)
+        self.context.open_layers -= sum(namespace.layers for namespace in self._handles)
+        self._handles.clear()
         if isinstance(error, FrameError):
             self.context.metrics.protocol_error(type(error).__name__)
             self.log.warning("closed", reason=str(error))
@@ -149,6 +184,8 @@ class Session:
     def expire(self, now: float, handshake_s: float) -> None:
         """Called now and then: ends what is past its deadline or died in the store."""
         channel = self.channel
+        if channel.state != "open":
+            return
         if not self.greeted and now > self.born + handshake_s:
             self.context.metrics.protocol_error("NoHello")
             channel.abort(ProtocolError(f"no HELLO within {handshake_s} s"))
@@ -156,20 +193,41 @@ class Session:
         for fetch in list(self._fetches.values()):
             if now > fetch.deadline:
                 channel.add_source(fetch)  # its next frame is the error
+        for fetch in [fetch for fetch in self._lingering if not fetch.lent]:
+            self._lingering.remove(fetch)
+        if any(now > fetch.ended_at + LINGER_S for fetch in self._lingering):
+            channel.abort(
+                ProtocolError(f"the peer took {LINGER_S} s and more over one frame of a fetch that is over")
+            )
+            return
         for request_id, store in list(self._stores.items()):
             store.drop_dead()
-            if now > store.deadline and not store.done:
-                channel.drop_sink(request_id)
+            if now > store.deadline:
                 store.cancel()
             self._finish_store(request_id)
+
+    def _end_streams(self) -> None:
+        """All transfers end here and now; their memory is free as soon as the channel has let go of it."""
+        for fetch in list(self._fetches.values()):
+            self.channel.remove_source(fetch)
+            fetch.cancel()
+        for request_id, store in list(self._stores.items()):
+            self.channel.drop_sink(request_id)
+            store.cancel()
+            self._store_ended(store)
+        self._stores.clear()
+
+    def _end(self, channel: Channel) -> None:
+        """The peer has broken the protocol, or can never be served: hear no more, end what runs, hang up."""
+        self.deaf = True
+        self._end_streams()
+        channel.hang_up()  # what was said last still goes out
 
     # --- requests
 
     def _dispatch(self, channel: Channel, request_id: int, message: protocol.Message) -> None:
         if isinstance(message, protocol.Hello):
             return self._hello(channel, request_id, message)
-        if not self.greeted:
-            raise ProtocolError("the first frame must be HELLO")
         match message:
             case protocol.Open():
                 self._open(channel, request_id, message)
@@ -224,6 +282,7 @@ class Session:
         if self.full:
             raise _Refusal(ErrorCode.BUSY, "the server has as many connections as max_connections allows")
         self.greeted = True
+        channel.welcome()  # no stranger any more: bodies of all sizes are taken
         self.tenant_id = hello.tenant_id
         self._answer(
             channel,
@@ -240,7 +299,9 @@ class Session:
 
     def _open(self, channel: Channel, request_id: int, message: protocol.Open) -> None:
         if message.codec not in protocol.CODECS:
-            raise _Refusal(ErrorCode.CODEC, f"codec {message.codec!r} is unknown; known: {protocol.CODECS}")
+            raise _Refusal(
+                ErrorCode.CODEC, f"codec {message.codec[:32]!r} is unknown; known: {protocol.CODECS}"
+            )
         if message.block_size not in (16, 64):
             raise _Refusal(ErrorCode.SPEC, f"block size {message.block_size} is not one of 16, 64 tokens")
         chunks = message.chunk_nbytes
@@ -257,31 +318,24 @@ class Session:
             raise ProtocolError("OPEN with a malformed digest or label")
         if len(self._handles) >= MAX_HANDLES:
             raise _Refusal(ErrorCode.BUSY, f"more than {MAX_HANDLES} namespaces on one channel")
-        known = self.context.tenants.setdefault(self.tenant_id, {})
-        try:
-            namespace = self.context.store.open_namespace(
-                NamespaceInfo(
-                    digest=message.digest,
-                    chunk_nbytes=tuple(chunks),
-                    block_size=message.block_size,
-                    codec=message.codec,
-                    label=message.label,
-                )
+        if self.context.open_layers + len(chunks) > MAX_OPEN_LAYERS:
+            raise _Refusal(ErrorCode.BUSY, "clients of this server have too many namespaces open")
+        namespace = self.context.store.open_namespace(
+            NamespaceInfo(
+                digest=message.digest,
+                chunk_nbytes=tuple(chunks),
+                block_size=message.block_size,
+                codec=message.codec,
+                label=message.label,
             )
-        except SpecError as error:
-            raise _Refusal(ErrorCode.SPEC, str(error)) from error
-        except TooLarge as error:
-            raise _Refusal(ErrorCode.TOO_LARGE, str(error)) from error
-        others = tuple(label for digest, label in known.items() if digest != message.digest)[-8:]
-        known[message.digest] = message.label
-        self._handles.append(namespace)
-        self.log.info("namespace", label=message.label, blocks=self.context.store.count(namespace))
-        self.context.metrics.request("open", "ok")
-        self._answer(
-            channel,
-            request_id,
-            protocol.Opened(len(self._handles) - 1, self.context.store.count(namespace), others),
         )
+        self.context.open_layers += len(chunks)
+        self._handles.append(namespace)
+        blocks = self.context.store.count(namespace)
+        self.log.info("namespace", label=message.label, blocks=blocks)
+        self.context.metrics.request("open", "ok")
+        others = self.context.others(self.tenant_id, message.digest)
+        self._answer(channel, request_id, protocol.Opened(len(self._handles) - 1, blocks, others))
 
     def _match(self, channel: Channel, request_id: int, message: protocol.Match) -> None:
         namespace, digests = self._request(message.handle, message.digests)
@@ -308,7 +362,7 @@ class Session:
             lease,
             request_id,
             layers=range(first, stop) if lease.blocks else range(0),
-            frame_bytes=min(message.frame_bytes, self.context.max_payload),
+            frame_bytes=min(max(message.frame_bytes, MIN_FRAME_BYTES), protocol.MAX_FRAME_BYTES),
             deadline=now + seconds,
             clock=self.context.clock,
             finished=self._fetch_finished,
@@ -318,6 +372,8 @@ class Session:
 
     def _fetch_finished(self, stream: FetchStream) -> None:
         self._fetches.pop(stream.request_id, None)
+        if stream.lent:
+            self._lingering.append(stream)
         self.context.metrics.fetch_finished(stream.outcome, stream.bytes_sent)
         self.log.debug("fetch", request=stream.request_id, outcome=stream.outcome, nbytes=stream.bytes_sent)
 
@@ -339,6 +395,7 @@ class Session:
             discard=self.context.discard,
         )
         self._stores[request_id] = stream
+        self.context.remember(self.tenant_id, namespace.info.digest, namespace.info.label)
         if not stream.done:
             self._answer(channel, request_id, protocol.Storing(stream.wanted()))
         self._finish_store(request_id)
@@ -354,6 +411,7 @@ class Session:
         if stream is None or not stream.done:
             return
         del self._stores[request_id]
+        self.channel.drop_sink(request_id)  # a frame may still be landing for what ended otherwise
         self._store_ended(stream)
         self._answer(self.channel, request_id, protocol.Stored(dict(stream.outcome)))
 
@@ -387,20 +445,27 @@ class Session:
 
     def _refuse(self, channel: Channel, request_id: int, code: ErrorCode, message: str) -> None:
         self.context.metrics.refused(code)
-        self.log.info("refused", request=request_id, code=str(code), reason=message)
+        self._refusals += 1
+        if str(self._refusals).strip("0") == "1":  # the 1st, 10th, 100th ...: a flood of them is one fault
+            self.log.info("refused", request=request_id, code=str(code), reason=message, count=self._refusals)
         try:
             self._answer(channel, request_id, protocol.Error(str(code), message))
         except ChannelClosed:
             return
 
-    def _violation(self, channel: Channel, request_id: int, error: HyperCacheError) -> None:
+    def _violation(
+        self,
+        channel: Channel,
+        request_id: int,
+        error: Exception,
+        code: ErrorCode = ErrorCode.MALFORMED,
+        message: str = "",
+    ) -> None:
         self.context.metrics.protocol_error(type(error).__name__)
-        self.log.warning("protocol violation, closing", request=request_id, reason=str(error))
-        try:
-            self._answer(channel, request_id, protocol.Error(str(ErrorCode.MALFORMED), str(error)))
-        except ChannelClosed:
-            return
-        self.context.hang_up(channel)
+        self.log.warning("protocol violation, closing", request=request_id, reason=message or str(error))
+        with contextlib.suppress(ChannelClosed):
+            self._answer(channel, request_id, protocol.Error(str(code), message or str(error)))
+        self._end(channel)
 
 
 __all__ = ["AGENT", "Context", "Session"]

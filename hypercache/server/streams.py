@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from fabrics import Outgoing, Sink
 from hypercache import protocol
 from hypercache.checksum import Verifier
-from hypercache.errors import ProtocolError
+from hypercache.errors import ProtocolError, StoreFull
 from hypercache.store import BlockStore, HoldEnded, Lease, Namespace, Reservation, Skip
 
 Clock = Callable[[], float]
@@ -39,6 +39,8 @@ class FetchStream:
         self.request_id = request_id
         self.deadline = deadline
         self.bytes_sent = 0
+        self.lent = 0  # frames that the channel may still be reading from the arena
+        self.ended_at = 0.0
         self.outcome = ""  # "", then "ok", "deadline" or "cancelled"
         self._store = store
         self._lease = lease
@@ -70,6 +72,7 @@ class FetchStream:
             crcs += [block.crcs[layer] for block in batch]
         op, body = protocol.encode(protocol.Layers(tuple(runs), tuple(crcs)))
         self._store.pin(self._lease)
+        self.lent += 1
         self.bytes_sent += protocol.payload_nbytes(runs, self._chunk_nbytes)
         return Outgoing(op, self.request_id, body, payload, release=self._taken_back)
 
@@ -83,10 +86,12 @@ class FetchStream:
         return Outgoing(op, self.request_id, body)
 
     def _taken_back(self, sent: bool) -> None:
+        self.lent -= 1
         self._store.unpin(self._lease)
 
     def _end(self, outcome: str) -> None:
         self.outcome = outcome
+        self.ended_at = self._clock()
         self._store.release(self._lease)  # frames that are still lent out keep their pins
         self._finished(self)
 
@@ -107,13 +112,15 @@ class PutSink(Sink):
         self.stream = stream
         self.chunks = chunks  # (layer, index of the block in the request) of each view
         self.crcs = crcs
-        self.held = held  # by index; the other views are not wanted
-        self.verifier = Verifier(views, crcs)
-        super().__init__(views, landed=self.verifier.landed, closed=self._closed)
-        stream.pin(held.values())
+        self.held = held  # by index, pinned; the other views are not wanted
+        self.verifier = verifier = Verifier(views, crcs)
 
-    def _closed(self, complete: bool) -> None:
-        self.stream.unpin(self.held.values())
+        # Neither refers to the sink: it must go when the channel lets go of it, with the collector off.
+        def landed(total: int) -> None:
+            verifier.landed(total)
+            stream.progress(held)
+
+        super().__init__(views, landed=landed, closed=lambda complete: stream.unpin(held.values()))
 
 
 class StoreStream:
@@ -166,21 +173,31 @@ class StoreStream:
         Raises ProtocolError when layers, blocks or sizes do not fit the namespace.
         """
         runs, crcs, sizes = message.runs, message.crcs, self._chunk_nbytes
-        chunks: list[tuple[int, int]] = []
+        if not 0 < len(runs) <= len(crcs) <= protocol.MAX_FRAME_CHUNKS:
+            raise ProtocolError(
+                f"PUT of {len(runs)} runs and {len(crcs)} checksums, "
+                f"at most {protocol.MAX_FRAME_CHUNKS} chunks"
+            )
         for layer, first, count in runs:
             if not 0 <= layer < len(sizes):
                 raise ProtocolError(f"PUT of layer {layer}, the namespace has {len(sizes)}")
-            if first < 0 or count < 1 or first + count > self._total:
+            if first < 0 or not 0 < count <= len(crcs) or first + count > self._total:
                 raise ProtocolError(f"PUT of blocks {first}+{count}, the request has {self._total}")
-            if len(chunks) + count > len(crcs):
-                break
-            chunks += [(layer, index) for index in range(first, first + count)]
+        chunks = [(layer, index) for layer, first, count in runs for index in range(first, first + count)]
         need = protocol.payload_nbytes(runs, sizes)
-        if not chunks or sum([count for _, _, count in runs]) != len(crcs) or payload_nbytes != need:
+        if len(chunks) != len(crcs) or payload_nbytes != need or len(set(chunks)) != len(chunks):
             raise ProtocolError(
-                f"PUT of {len(crcs)} checksums and {payload_nbytes} bytes, its runs need {need} bytes"
+                f"PUT of {len(crcs)} checksums and {payload_nbytes} bytes, its runs need {need} bytes "
+                "and must name each chunk once"
             )
-        held = {index: target for _, index in chunks if (target := self._live(index)) is not None}
+        if len(chunks) > 1 and need > protocol.MAX_FRAME_BYTES:
+            raise ProtocolError(
+                f"PUT of {need} bytes, at most {protocol.MAX_FRAME_BYTES} unless it is one chunk"
+            )
+        held: dict[int, Reservation] = {}
+        for _, index in chunks:
+            if index not in held and (target := self._live(index)) is not None and self._pin(index, target):
+                held[index] = target
         if not held:
             return None
         views = [
@@ -189,13 +206,28 @@ class StoreStream:
         ]
         return PutSink(self, chunks, crcs, held, views)
 
+    def _pin(self, index: int, target: Reservation) -> bool:
+        """Take the block's place in the arena, which may evict others; False when there is none left."""
+        try:
+            self._store.pin(target)
+        except StoreFull:
+            self._settle(index, "full")
+        except HoldEnded:
+            self._settle(index, "aborted")
+        else:
+            return True
+        return False
+
     def _live(self, index: int) -> Reservation | None:
         target = self._open.get(index)
         return None if target is None or target.ended else target
 
-    def pin(self, targets: Iterable[Reservation]) -> None:
-        for target in targets:
-            self._store.pin(target)
+    def progress(self, held: Mapping[int, Reservation]) -> None:
+        """Bytes of these blocks are landing: their writer is alive."""
+        now = self._clock()
+        for target in held.values():
+            self._store.progress(target, now)
+            return  # the reservations of one request stall together
 
     def unpin(self, targets: Iterable[Reservation]) -> None:
         for target in targets:
@@ -204,7 +236,7 @@ class StoreStream:
     def arrived(self, sink: PutSink) -> None:
         """All bytes of a frame are in place: fill what matches its checksum, abort what does not."""
         self.bytes_received += sink.nbytes
-        bad = set(sink.verifier.bad)
+        bad = frozenset(sink.verifier.bad)
         now = self._clock()
         for position, (layer, index) in enumerate(sink.chunks):
             target = self._live(index)
@@ -214,10 +246,11 @@ class StoreStream:
                 self._settle(index, "corrupt")
                 self._store.abort(target)
                 continue
-            with contextlib.suppress(HoldEnded):  # cleared meanwhile: drop_dead finds it
+            with contextlib.suppress(HoldEnded):  # cleared meanwhile: the next expire finds it
                 if self._store.fill(target, layer, sink.crcs[position], now):
                     self._settle(index, "stored")
-        self.drop_dead()
+        if bad:
+            self.drop_dead()  # what was reserved on a corrupt block ended with it
 
     def drop_dead(self) -> None:
         """Forget reservations that ended without us: cleared, stalled, or their parent failed."""

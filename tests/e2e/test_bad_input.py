@@ -15,6 +15,7 @@ from fabrics import Channel, Frame, Outgoing, Sink, fabric_for
 from fabrics.errors import ChannelClosed
 from hypercache import KVBuffers, TenantKey, protocol
 from hypercache.checksum import checksum
+from hypercache.errors import HyperCacheError, SpecError, StoreFull, TooLarge
 from hypercache.keys import HASH_VERSION
 from hypercache.protocol import Op
 
@@ -98,6 +99,8 @@ async def still_serves(node: Node) -> None:
         await client.close()
 
 
+SERVER_ONLY = [op for op in Op if op not in protocol.REQUESTS and op != Op.ERROR]
+
 CLOSES: dict[str, Callable[[Peer], None]] = {
     "second hello": lambda peer: peer.send(HELLO),
     "answer instead of question": lambda peer: peer.send(protocol.Matched(3)),
@@ -115,6 +118,136 @@ CLOSES: dict[str, Callable[[Peer], None]] = {
     "payload where none belongs": lambda peer: peer.send(protocol.Match(0, D[0]), payload=b"x" * 1000),
     "negative integer for bytes": lambda peer: peer.raw(Op.EVICT, b"\x92\xff\xff"),
 }
+
+
+@pytest.mark.parametrize("op", SERVER_ONLY)
+async def test_what_only_servers_say_is_not_even_decoded(
+    node: Node, op: Op, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peer = await meet(node)
+    with monkeypatch.context() as patch:
+        patch.setattr(protocol, "decode", _all_but(op))
+        peer.raw(op, b"\x91" * 1000)
+        await asyncio.sleep(0.05)
+    assert (await peer.answer()).code == "malformed"
+    await peer.closed()
+
+
+@pytest.mark.parametrize("op", protocol.REQUESTS)
+async def test_bodies_have_a_limit_of_their_own(node: Node, op: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    peer = await meet(node)
+    with monkeypatch.context() as patch:
+        patch.setattr(protocol, "decode", _all_but(op))
+        peer.raw(op, b"\x91" * (protocol.REQUESTS[op] + 1))
+        await asyncio.sleep(0.05)
+    refusal = await peer.answer()
+    assert refusal.code == "malformed" and "at most" in refusal.message
+    await peer.closed()
+
+
+async def test_nothing_behind_a_violation_is_obeyed(node: Node) -> None:
+    """A bad frame and a CLEAR in one segment: the second must not happen."""
+    peer = await meet(node)
+    peer.send(protocol.Store(0, None, D[0], 5000), request_id=3)
+    assert isinstance(await peer.answer(), protocol.Storing)
+    peer.send(*_swap(put(0, 0, [b"a" * 96]), 3))
+    peer.send(*_swap(put(1, 0, [b"b" * 64]), 3))
+    assert await peer.answer() == protocol.Stored({"stored": 1})
+    peer.send(protocol.Match(0, b"bad"))
+    for _ in range(100):
+        peer.send(protocol.Clear(0))
+    assert (await peer.answer()).code == "malformed"
+    await peer.closed()
+    assert peer.answers.empty()
+    assert node.status()["store"]["blocks"] == 1
+
+
+async def test_a_peer_that_hangs_up_by_a_violation_stops_no_housekeeping() -> None:
+    """A fetch that nobody reads, then a violation: the sweep goes on for everybody else."""
+    spec = make_spec(layers=8, heads=8, dim=128)
+    async with running_node(memory=64 << 20) as node:
+        client = await hypercache.connect(node.uris[0], model=spec, codec="raw", tenant=TenantKey.public())
+        tokens = tokens_of(1, 16 * 40 + 1)
+        kv = fill(KVBuffers.allocate(spec, len(tokens)), 1)
+        assert (await client.store(tokens, kv)).stored == 40
+        peer = await meet(node)
+        peer.send(
+            protocol.Open(client.namespace.digest, 16, "raw", client.chunk_nbytes, "slow"), request_id=2
+        )
+        assert (await peer.answer()).handle == 1
+        digests = protocol.join_digests(client.prompt(tokens).digests)
+        peer.channel._loop.remove_reader(peer.channel._sock)  # type: ignore[attr-defined]
+        peer.send(protocol.Fetch(1, digests, (0, 8), 300, 1 << 20), request_id=8)
+        await asyncio.sleep(0.1)
+        peer.send(protocol.Match(1, b"abc"), request_id=9)
+        await asyncio.sleep(0.5)
+        other = await meet(node)
+        other.send(protocol.Store(0, None, D[0], 200), request_id=5)
+        assert isinstance(await other.answer(), protocol.Storing)
+        assert await other.answer() == protocol.Stored({"aborted": 1})
+        peer.channel.abort()
+        await client.close()
+
+
+async def test_a_store_that_ended_lets_go_of_what_is_still_arriving() -> None:
+    """A writer that trickles a frame keeps no memory once its store is over."""
+    async with running_node(store_stall_s=0.3, memory=64 << 20) as node:
+        peer = await meet(node)
+        big = 1 << 20
+        peer.send(protocol.Open(b"b" * 32, 16, "raw", (big,), "big"), request_id=2)
+        assert (await peer.answer()).handle == 1
+        peer.send(protocol.Store(1, None, D[0], 400), request_id=3)
+        assert isinstance(await peer.answer(), protocol.Storing)
+        op, body = protocol.encode(protocol.Put(((0, 0, 1),), (0,)))
+        from fabrics.framing import encode_head
+
+        sock = peer.channel._sock  # type: ignore[attr-defined]
+        sock.send(encode_head(op, 0, 3, body, big) + body + b"x" * 1000)
+        assert await peer.answer() == protocol.Stored({"aborted": 1})
+        await asyncio.sleep(0.2)
+        stats = node.status()["store"]
+        assert stats["bytes_held"] == 0 and stats["reservations"] == 0
+        peer.channel.abort()
+
+
+async def test_errors_of_the_store_are_refusals(node: Node, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever the store raises is answered, and whatever is our own fault closes only this channel."""
+    peer = await meet(node)
+    for error, code in (
+        (SpecError("other geometry"), "spec"),
+        (StoreFull("no room"), "busy"),
+        (TooLarge("too large"), "too_large"),
+        (HyperCacheError("?"), "internal"),
+    ):
+        with monkeypatch.context() as patch:
+            patch.setattr(node._store, "match", _raises(error))
+            peer.send(protocol.Match(0, D[0]))
+            refusal = await peer.answer()
+            assert refusal.code == code
+    with monkeypatch.context() as patch:
+        patch.setattr(node._store, "match", _raises(RuntimeError("a bug that names a secret")))
+        peer.send(protocol.Match(0, D[0]))
+        refusal = await peer.answer()
+        assert refusal.code == "internal" and "secret" not in refusal.message
+        await peer.closed()
+    await still_serves(node)
+
+
+def _all_but(op: int) -> Callable[..., Any]:
+    real = protocol.decode
+
+    def decode(frame_type: int, body: bytes) -> Any:
+        assert frame_type != op, "decoded"
+        return real(frame_type, body)
+
+    return decode
+
+
+def _raises(error: Exception) -> Callable[..., Any]:
+    def fail(*args: object) -> Any:
+        raise error
+
+    return fail
 
 
 @pytest.mark.parametrize("what", CLOSES)
@@ -149,8 +282,6 @@ REFUSED: dict[str, tuple[str, protocol.Message]] = {
     "too many layers": ("spec", protocol.Open(b"m" * 32, 16, "raw", (8,) * 5000, "")),
     "empty chunk": ("too_large", protocol.Open(b"m" * 32, 16, "raw", (8, 0), "")),
     "huge chunk": ("too_large", protocol.Open(b"m" * 32, 16, "raw", (1 << 50,), "")),
-    "other geometry": ("spec", protocol.Open(b"n" * 32, 16, "raw", (96, 65), "")),
-    "other block size": ("spec", protocol.Open(b"n" * 32, 64, "raw", SIZES, "")),
 }
 
 
@@ -159,11 +290,46 @@ async def test_what_cannot_be_served_is_refused_and_the_channel_lives_on(node: N
     """C10, J05 on the server's side."""
     peer = await meet(node)
     code, message = REFUSED[what]
+    peer.send(
+        protocol.Store(0, None, D[0], 5000), request_id=3
+    )  # the first to store says what a digest means
+    assert isinstance(await peer.answer(), protocol.Storing)
     peer.send(message, request_id=9)
     refusal = await peer.answer()
     assert isinstance(refusal, protocol.Error) and refusal.code == code, refusal
     peer.send(protocol.Match(0, D[0]))
     assert await peer.answer() == protocol.Matched(0)
+
+
+async def test_other_geometry_than_what_is_stored_is_refused(node: Node) -> None:
+    """J05, C10: the same namespace with other sizes: at OPEN, and for a handle opened before, at its use."""
+    early = await meet(node)
+    early.send(protocol.Open(b"n" * 32, 16, "raw", (96, 65), "early"))
+    assert (await early.answer()).handle == 1  # nothing is stored yet: who stores first decides
+    peer = await meet(node)
+    peer.send(protocol.Store(0, None, D[0], 5000), request_id=3)
+    assert isinstance(await peer.answer(), protocol.Storing)
+    peer.send(*_swap(put(0, 0, [b"a" * 96]), 3))
+    peer.send(*_swap(put(1, 0, [b"b" * 64]), 3))
+    assert await peer.answer() == protocol.Stored({"stored": 1})
+    for other in (
+        protocol.Open(b"n" * 32, 16, "raw", (96, 65), ""),
+        protocol.Open(b"n" * 32, 64, "raw", SIZES, ""),
+        protocol.Open(b"n" * 32, 16, "int8", SIZES, ""),
+    ):
+        peer.send(other)
+        assert (await peer.answer()).code == "spec"
+    for question in (
+        protocol.Match(1, D[0]),
+        protocol.Contains(1, D[0]),
+        protocol.Fetch(1, D[0], (0, 2), 1000, 1 << 20),
+        protocol.Store(1, None, D[1], 1000),
+    ):
+        early.send(question, request_id=50)
+        assert (await early.answer()).code == "spec"
+    peer.send(protocol.Match(0, D[0]))
+    assert await peer.answer() == protocol.Matched(1)
+    assert node.status()["store"]["reservations"] == 0
 
 
 async def test_unknown_requests_are_skipped_by_length(node: Node) -> None:
@@ -190,6 +356,11 @@ async def test_bad_puts_store_nothing(node: Node) -> None:
         (protocol.Put(((0, 0, 2),), (0, 0)), b"x" * 96),
         (protocol.Put(((0, 0, 0),), ()), b"x" * 96),
         (protocol.Put(((1, 0, 1),), (0,)), b"x" * 96),
+        (protocol.Put(((0, 0, 1), (0, 0, 1), (9999, 0, 1)), (1,)), b"x" * 96),
+        (protocol.Put(((0, 0, 1), (9999, 0, 1)), (1, 1)), b"x" * 96),
+        (protocol.Put(((0, 0, 1), (0, 0, 1)), (1, 1)), b"x" * 192),
+        (protocol.Put(((0, 0, 1),) * 513, (1,) * 513), b"x" * 96 * 513),
+        (protocol.Put(((0, 0, 1 << 40),), (1,)), b"x" * 96),
     ]
     for message, payload in wrong:
         peer = await meet(node)
@@ -211,15 +382,12 @@ async def test_bad_puts_store_nothing(node: Node) -> None:
     assert await peer.answer() == protocol.Stored({"stored": 2, "corrupt": 1, "aborted": 1})
     peer.send(protocol.Match(0, b"".join(D[:4])))
     assert await peer.answer() == protocol.Matched(2)
-    peer.send(protocol.Fetch(0, b"".join(D[:4]), (0, 2), 5000, 100), request_id=6)
+    peer.send(protocol.Fetch(0, b"".join(D[:4]), (0, 2), 5000, 1), request_id=6)
     assert await peer.answer() == protocol.Fetching(2)
-    for layer, size in enumerate(SIZES):
-        for block in range(2):
-            chunk = bytes([block]) * size
-            assert await peer.answer() == protocol.Layers(
-                ((layer, block, 1),), (checksum(memoryview(chunk)),)
-            )
-            assert await peer.answer() == chunk
+    chunks = [bytes([block]) * size for size in SIZES for block in range(2)]
+    crcs = tuple(checksum(memoryview(chunk)) for chunk in chunks)
+    assert await peer.answer() == protocol.Layers(((0, 0, 2), (1, 0, 2)), crcs)
+    assert await peer.answer() == b"".join(chunks)
     assert await peer.answer() == protocol.Fetched(2)
 
 
