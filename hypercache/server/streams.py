@@ -198,6 +198,9 @@ class StoreStream:
         for _, index in chunks:
             if index not in held and (target := self._live(index)) is not None and self._pin(index, target):
                 held[index] = target
+        for index in [index for index, target in held.items() if target.ended]:
+            self.unpin([held.pop(index)])  # it hung on one that found no place
+            self._settle(index, "full")
         if not held:
             return None
         views = [
