@@ -42,7 +42,9 @@ class Outbox:
         self._charge = charge
         self._pushed: OrderedDict[int, Flight] = OrderedDict()  # by number of push
         self._pushes = 0
-        self._by_id: dict[int, list[int]] = {}  # request id -> its pushes that wait
+        # request id -> the user's pushes that wait. Made by a withdrawal, kept until a frame goes out: most
+        # queues never need it, and one that is withdrawn frame by frame is not searched for each.
+        self._by_id: dict[int, list[int]] | None = None
         self._sent_id = -1  # the highest request id that was given out
         self._ring: OrderedDict[int, Source] = OrderedDict()
         self.queued = 0  # what the pushed frames that wait are charged with
@@ -60,20 +62,28 @@ class Outbox:
         self.queued += flight.nbytes + self._charge
         self._pushes += 1
         self._pushed[self._pushes] = flight
-        self._by_id.setdefault(frame.request_id, []).append(self._pushes)
+        if self._by_id is not None:
+            self._note(self._by_id, self._pushes, frame)
+
+    @staticmethod
+    def _note(by_id: dict[int, list[int]], number: int, frame: Outgoing) -> None:
+        if frame.type < FIRST_FABRIC_TYPE:
+            by_id.setdefault(frame.request_id, []).append(number)
 
     def withdraw(self, request_id: int) -> tuple[list[Flight], bool]:
         """Take back the user's pushed frames of a request that still wait; the caller must release them.
         Also: whether the peer can never have heard of the request from us. Ids that grow make the answer
         exact, others err towards "it may have"."""
-        numbers = self._by_id.pop(request_id, ())
+        if not self._pushed:
+            return [], False
+        if self._by_id is None:
+            self._by_id = {}
+            for number, flight in self._pushed.items():
+                self._note(self._by_id, number, flight.frame)
         taken = []
-        for number in numbers:
-            if self._pushed[number].frame.type >= FIRST_FABRIC_TYPE:
-                self._by_id.setdefault(request_id, []).append(number)
-                continue
-            taken.append(flight := self._pushed.pop(number))
-            self.queued -= flight.nbytes + self._charge
+        for number in self._by_id.pop(request_id, ()):
+            taken.append(waiting := self._pushed.pop(number))
+            self.queued -= waiting.nbytes + self._charge
         return taken, bool(taken) and request_id > self._sent_id
 
     def add(self, source: Source) -> None:
@@ -90,11 +100,7 @@ class Outbox:
         if self._pushed:
             _, flight = self._pushed.popitem(last=False)
             self.queued -= flight.nbytes + self._charge
-            request_id = flight.frame.request_id
-            numbers = self._by_id[request_id]
-            del numbers[0]
-            if not numbers:
-                del self._by_id[request_id]
+            self._by_id = None
             return self._given(flight)
         while self._ring:
             key, source = next(iter(self._ring.items()))
@@ -114,7 +120,7 @@ class Outbox:
         """Forget everything; the caller must release what is returned."""
         flights = list(self._pushed.values())
         self._pushed.clear()
-        self._by_id.clear()
+        self._by_id = None
         self._ring.clear()
         self.queued = 0
         return flights
