@@ -36,9 +36,7 @@ _log = logging.getLogger("hypercache.client")
 DEFAULT_URI = "tcp://127.0.0.1:7440"
 DEFAULT_CODEC = "int8"
 DEADLINE_S = 5.0
-FRAME_BYTES = (
-    256 << 10
-)  # of payload: large enough to be cheap, small enough to interleave and to checksum in cache
+FRAME_BYTES = protocol.MAX_FRAME_BYTES  # of payload; a frame costs both ends tens of microseconds
 
 HASH_ASIDE = 1 << 16  # tokens; hashing more takes longer than others on the loop should wait
 SPENT = "deadline: hashing the prompt took all of it; hash once with Client.prompt"

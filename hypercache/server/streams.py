@@ -7,7 +7,6 @@ reservations) and give it back exactly once, when no transport can touch the byt
 
 from __future__ import annotations
 
-import contextlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -241,17 +240,23 @@ class StoreStream:
         self.bytes_received += sink.nbytes
         bad = frozenset(sink.verifier.bad)
         now = self._clock()
+        live = {index: target for index, target in sink.held.items() if self._live(index) is target}
+        fill = self._store.fill
         for position, (layer, index) in enumerate(sink.chunks):
-            target = self._live(index)
-            if target is None or target is not sink.held.get(index):
+            target = live.get(index)
+            if target is None:
                 continue
             if position in bad:
+                del live[index]
                 self._settle(index, "corrupt")
                 self._store.abort(target)
                 continue
-            with contextlib.suppress(HoldEnded):  # cleared meanwhile: the next expire finds it
-                if self._store.fill(target, layer, sink.crcs[position], now):
+            try:
+                if fill(target, layer, sink.crcs[position], now):
+                    del live[index]
                     self._settle(index, "stored")
+            except HoldEnded:  # cleared meanwhile, or its parent was corrupt: the next expire finds it
+                del live[index]
         if bad:
             self.drop_dead()  # what was reserved on a corrupt block ended with it
 
