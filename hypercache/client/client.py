@@ -8,17 +8,15 @@ raises is misuse (wrong shapes, wrong tokens) and, at :func:`connect`, a server 
 from __future__ import annotations
 
 import asyncio
-import difflib
-import logging
 import operator
 import os
 import time
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from hypercache import codecs, protocol
+from hypercache.client import environment
 from hypercache.client.buffers import ChunkBuffers, ChunkPort, CodecPort, Coder
 from hypercache.client.handles import Saving, Transfer
 from hypercache.client.link import AGENT, Link
@@ -30,9 +28,6 @@ from hypercache.keys import HASH_VERSION, MediaSpan, Namespace, TenantKey, canon
 from hypercache.kv import KVBuffers
 from hypercache.model import ModelSpec
 
-VARIABLES = ("HYPERCACHE_URI", "HYPERCACHE_TENANT", "HYPERCACHE_SECRET_FILE")  # that a client reads
-_log = logging.getLogger("hypercache.client")
-
 DEFAULT_URI = "tcp://127.0.0.1:7440"
 DEFAULT_CODEC = "int8"
 DEADLINE_S = 5.0
@@ -43,35 +38,6 @@ SPENT = "deadline: hashing the prompt took all of it; hash once with Client.prom
 
 Tokens = Any  # any integer sequence or array that keys.canonical_tokens takes
 Buffers = KVBuffers | ChunkBuffers
-
-
-def tenant_from_environment(environ: os._Environ[str] | dict[str, str] = os.environ) -> TenantKey:
-    """HYPERCACHE_TENANT and HYPERCACHE_SECRET_FILE; the public tenant when neither is set.
-
-    Raises ConfigError for half a tenant and an unreadable secret.
-    """
-    name, path = environ.get("HYPERCACHE_TENANT"), environ.get("HYPERCACHE_SECRET_FILE")
-    if not name and not path:
-        return TenantKey.public()
-    if not name or not path:
-        missing = "HYPERCACHE_TENANT" if not name else "HYPERCACHE_SECRET_FILE"
-        raise ConfigError(f"{missing} is not set: a tenant needs both a name and a file with its secret")
-    try:
-        secret = Path(path).read_bytes().strip()
-        if os.name == "posix" and Path(path).stat().st_mode & 0o077:
-            _log.warning("HYPERCACHE_SECRET_FILE=%s can be read by others; chmod 600 it", path)
-    except OSError as error:
-        raise ConfigError(f"HYPERCACHE_SECRET_FILE={path!r} cannot be read: {error.strerror}") from error
-    return TenantKey.from_secret(secret, name)
-
-
-def _check_environment() -> None:
-    """A mistyped tenant must not become the public one, silently."""
-    for variable in os.environ:
-        if variable.startswith("HYPERCACHE_") and variable not in VARIABLES:
-            near = difflib.get_close_matches(variable, VARIABLES, n=1, cutoff=0.85)
-            if near:
-                raise ConfigError(f"environment variable {variable} is unknown; did you mean {near[0]}?")
 
 
 async def connect(
@@ -97,13 +63,13 @@ async def connect(
     say so) until it can. Raises SpecError or ConfigError for arguments that make no sense, and Refused or
     ProtocolError when the server answers and can never serve this client (versions, geometry).
     """
-    _check_environment()
+    environment.check()
     client = Client(
         uri or os.environ.get("HYPERCACHE_URI") or DEFAULT_URI,
         model=model,
         codec=codec,
         block_size=block_size,
-        tenant=tenant or tenant_from_environment(),
+        tenant=tenant or environment.tenant_from_environment(),
         salt=salt,
         deadline=deadline,
     )

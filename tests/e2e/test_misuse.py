@@ -11,7 +11,7 @@ import pytest
 
 import hypercache
 from hypercache import KVBuffers, TenantKey
-from hypercache.client.client import tenant_from_environment
+from hypercache.client.environment import tenant_from_environment
 from hypercache.errors import ConfigError, HyperCacheError, SpecError
 
 from .conftest import Connect, fill, make_spec, running_node, tokens_of
