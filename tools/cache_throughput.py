@@ -35,12 +35,13 @@ SLAB_MIB = 256
 
 @dataclass(frozen=True)
 class Case:
-    """``blocks`` blocks a call, each of ``layers`` chunks of ``chunk`` bytes."""
+    """``blocks`` blocks a call, each of ``layers`` chunks of ``chunk`` bytes; ``window`` calls under way."""
 
     name: str
     layers: int
     chunk: int
     blocks: int
+    window: int = 1
     clients: int = 1
     raw_size: int = 2 << 20
 
@@ -51,12 +52,12 @@ class Case:
 
 CASES = (
     Case("2 MiB block, one at a time", 1, 2 << 20, 1),
-    Case("2 MiB blocks, 8 a call", 1, 2 << 20, 8),
+    Case("2 MiB blocks, 8 a call, 2 calls under way", 1, 2 << 20, 8, window=2),
     Case("2 MiB block of 32 layers, one at a time", 32, 64 << 10, 1),
-    Case("2 MiB blocks of 32 layers, 8 a call", 32, 64 << 10, 8),
-    Case("64 KiB chunks, 32 a call", 1, 64 << 10, 32, raw_size=64 << 10),
+    Case("64 KiB chunks, 32 layers of 8 blocks a call, 2 calls under way", 32, 64 << 10, 8, window=2),
+    Case("64 KiB blocks, 32 a call", 1, 64 << 10, 32, raw_size=64 << 10),
     Case("2 MiB block, 4 clients", 1, 2 << 20, 1, clients=4),
-    Case("64 KiB chunks, 32 a call, 4 clients", 1, 64 << 10, 32, clients=4, raw_size=64 << 10),
+    Case("64 KiB blocks, 32 a call, 4 clients", 1, 64 << 10, 32, clients=4, raw_size=64 << 10),
 )
 
 
@@ -104,6 +105,7 @@ class Worker:
     def __init__(self, client: hypercache.Client, case: Case, calls: int, seed: int) -> None:
         self.client = client
         self.calls = calls
+        self.window = case.window
         rng = np.random.default_rng(seed)
         shape = (calls * case.blocks, case.chunk)
         self.source = [rng.integers(0, 256, shape, np.uint8) for _ in range(case.layers)]
@@ -117,16 +119,30 @@ class Worker:
             self.prompts.append(client.prompt(tokens))
 
     async def put(self) -> None:
-        for prompt, source in zip(self.prompts, self.sources, strict=True):
-            result = await self.client.store(prompt, source)
-            if result.stored != result.blocks:
-                raise RuntimeError(f"stored {dict(result.outcome)}: {result.reason}")
+        await self._windowed(self._put)
 
     async def get(self) -> None:
-        for prompt, target in zip(self.prompts, self.targets, strict=True):
-            result = await self.client.fetch(prompt, target)
-            if result.hit_tokens != prompt.usable_blocks * BLOCK:
-                raise RuntimeError(f"fetched {result.hit_tokens} tokens: {result.reason}")
+        await self._windowed(self._get)
+
+    async def _windowed(self, call: Callable[[int], Awaitable[None]]) -> None:
+        numbers = iter(range(self.calls))
+
+        async def lane() -> None:
+            for number in numbers:
+                await call(number)
+
+        await asyncio.gather(*(lane() for _ in range(self.window)))
+
+    async def _put(self, number: int) -> None:
+        result = await self.client.store(self.prompts[number], self.sources[number])
+        if result.stored != result.blocks:
+            raise RuntimeError(f"stored {dict(result.outcome)}: {result.reason}")
+
+    async def _get(self, number: int) -> None:
+        prompt = self.prompts[number]
+        result = await self.client.fetch(prompt, self.targets[number])
+        if result.hit_tokens != prompt.usable_blocks * BLOCK:
+            raise RuntimeError(f"fetched {result.hit_tokens} tokens: {result.reason}")
 
     async def forget(self) -> None:
         await self.client.clear()
