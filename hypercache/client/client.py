@@ -242,6 +242,8 @@ class Client:
             transfer._finish(FetchResult(start, 0, 0, SPENT))
             return transfer
 
+        frame_bytes = self._frame_bytes()
+
         def ended() -> None:
             timer.cancel()
             hit = (first + operation.good) * self.block_size if operation.good else 0
@@ -253,7 +255,7 @@ class Client:
             self.chunk_nbytes,
             asked,
             wanted,
-            FRAME_BYTES,
+            frame_bytes,
             transfer._layer_done,
             ended,
             lambda reason: self._give_up(operation, reason),
@@ -267,7 +269,7 @@ class Client:
             protocol.join_digests(hashed.digests[first : first + asked]),
             (wanted.start, wanted.stop),
             max(1, int(budget * 1000)),
-            FRAME_BYTES,
+            frame_bytes,
         )
         self._link.begin(message, operation)
         return transfer
@@ -332,6 +334,7 @@ class Client:
         # A server reserves all that one request names at once; long prompts take several: others get on.
         parts = range(0, offered, protocol.MAX_STORE_BLOCKS)
         saving = Saving(self._place, len(parts), self._give_up, budget)
+        frame_bytes = self._frame_bytes()
         for begin in parts:
             count = min(protocol.MAX_STORE_BLOCKS, offered - begin)
             at = first + begin
@@ -342,7 +345,7 @@ class Client:
                 max(1, int(budget * 1000)),
             )
             blocks = range(begin, begin + count)
-            operation = StoreOperation(port, self.chunk_nbytes, blocks, ready, FRAME_BYTES, saving)
+            operation = StoreOperation(port, self.chunk_nbytes, blocks, ready, frame_bytes, saving)
             saving.add(operation)
             channel = self._link.begin(message, operation)
             if channel is not None:
@@ -408,6 +411,11 @@ class Client:
                 f"the buffers belong to model {_who(buffers.spec)}, the client to {_who(self.model)}"
             )
         return CodecPort(self._coder, buffers, start)
+
+    def _frame_bytes(self) -> int:
+        """Payload of a frame: ours, or less where the server takes less."""
+        server = self._link.server
+        return FRAME_BYTES if server is None else min(FRAME_BYTES, server.max_payload)
 
     def _budget(self, deadline: float | None) -> float:
         return self.deadline if deadline is None else _seconds(deadline)

@@ -117,10 +117,8 @@ class Node:
             async with asyncio.timeout(self.config.drain_s):
                 while any(session.busy for session in self._sessions):  # noqa: ASYNC110 (once in a life)
                     await asyncio.sleep(0.01)
-        closing = [session.channel.close() for session in self._sessions]
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(1.0):
-                await asyncio.gather(*closing, return_exceptions=True)
+        closing = [session.channel.close(timeout=1.0) for session in self._sessions]
+        await asyncio.gather(*closing, return_exceptions=True)
         await self.stop()
 
     async def stop(self) -> None:

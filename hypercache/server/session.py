@@ -362,7 +362,9 @@ class Session:
             lease,
             request_id,
             layers=range(first, stop) if lease.blocks else range(0),
-            frame_bytes=min(max(message.frame_bytes, MIN_FRAME_BYTES), protocol.MAX_FRAME_BYTES),
+            frame_bytes=min(
+                max(message.frame_bytes, MIN_FRAME_BYTES), protocol.MAX_FRAME_BYTES, self.context.max_payload
+            ),
             deadline=now + seconds,
             clock=self.context.clock,
             finished=self._fetch_finished,

@@ -7,11 +7,23 @@ import asyncio
 import numpy as np
 import pytest
 
-from hypercache import ChunkBuffers, HyperCacheError, KVBuffers, StoreResult, protocol
+import hypercache
+from hypercache import ChunkBuffers, HyperCacheError, KVBuffers, StoreResult, TenantKey, protocol
 from hypercache.errors import ConfigError, SpecError
 from hypercache.model import KVDtype, KVLayout, LayerGroup, ModelSpec, Part, RopeSpec
 
-from .conftest import ROPE, Connect, Node, fill, make_spec, poisoned, same, tokens_of, untouched
+from .conftest import (
+    ROPE,
+    Connect,
+    Node,
+    fill,
+    make_spec,
+    poisoned,
+    running_node,
+    same,
+    tokens_of,
+    untouched,
+)
 
 W = bytes(range(32))
 
@@ -357,3 +369,18 @@ async def test_long_prompts_are_stored_in_several_requests(connect: Connect, nod
     saving.cancel()
     assert await saving == StoreResult(blocks, {"aborted": blocks}, 0, "cancelled")
     assert node.status()["store"]["blocks"] == blocks
+
+
+async def test_servers_that_take_small_frames_only() -> None:
+    """The frame limit of the server binds both ways: more frames, never a lost connection."""
+    spec = make_spec(layers=3)  # 4 KiB a chunk: 64 KiB take sixteen
+    async with running_node(max_frame_payload=64 << 10) as node:
+        client = await hypercache.connect(node.uris[0], model=spec, codec="raw", tenant=TenantKey.public())
+        tokens = tokens_of(28, 16 * 40 + 1)
+        kv = fill(KVBuffers.allocate(spec, len(tokens)), 1)
+        assert (await client.store(tokens, kv)).outcome == {"stored": 40}
+        into = poisoned(spec, len(tokens))
+        result = await client.fetch(tokens, into)
+        assert (result.hit_tokens, result.reason) == (640, "")
+        assert same(kv, into, 0, 640)
+        await client.close()
