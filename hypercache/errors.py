@@ -28,10 +28,6 @@ class CodecError(HyperCacheError, ValueError):
     """Encoded bytes are malformed: wrong size, or a scale that is missing, NaN, infinite or negative."""
 
 
-class IntegrityError(HyperCacheError):
-    """Bytes do not match the checksum made when they were stored. They are never handed out."""
-
-
 class ProtocolError(HyperCacheError):
     """The peer speaks another protocol or version, or breaks this one. Names both versions."""
 
@@ -50,10 +46,6 @@ class TooLarge(HyperCacheError, ValueError):
 
 class StoreFull(HyperCacheError):
     """The tier cannot make room: everything left in it is leased or being written."""
-
-
-class DeadlineExceeded(HyperCacheError, TimeoutError):
-    """The call's time budget is spent."""
 
 
 class Unavailable(HyperCacheError, ConnectionError):

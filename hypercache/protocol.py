@@ -81,7 +81,6 @@ class ErrorCode(enum.StrEnum):
     CODEC = "codec"  # the server does not know the codec
     SPEC = "spec"  # geometry disagrees with what is stored under this namespace
     HANDLE = "handle"  # namespace handle is not open on this channel
-    TENANT = "tenant"  # the namespace belongs to another tenant
     TOO_LARGE = "too_large"
     BUSY = "busy"  # too many requests or connections
     DRAINING = "draining"

@@ -38,7 +38,6 @@ PERMANENT = {
     ErrorCode.CHECKSUM,
     ErrorCode.CODEC,
     ErrorCode.SPEC,
-    ErrorCode.TENANT,
     ErrorCode.TOO_LARGE,
 }
 
