@@ -61,8 +61,8 @@ def _places(ids: list[int], wanted: list[int]) -> list[int]:
 def check(segments: Sequence[Segment], tokens: int) -> tuple[Segment, ...]:
     """``segments`` as plain ints, for a prompt of ``tokens`` tokens.
 
-    Raises SpecError, naming the first offender, unless each is a pair with ``0 <= start < stop <= tokens`` and
-    none begins before the one in front of it ends.
+    Raises SpecError, naming the first offender, unless each is a pair ``0 <= start < stop <= tokens`` and
+    begins where the one in front of it ends or later.
     """
     if not isinstance(segments, (list, tuple)):
         raise SpecError(
