@@ -26,9 +26,12 @@ class KVBuffers:
 
     ``layer(i)`` gives one array per part of ``spec.layout(i)``: shape ``(heads, tokens, dim)``, dtype
     ``layout.dtype.storage`` (bf16 as uint16, fp8 as uint8), innermost axis contiguous, other strides free.
+
+    ``exact`` of the tokens may be stored: K/V that were computed in another context, and all that was
+    computed behind them, only approximate the prompt's own, and would poison every later hit.
     """
 
-    __slots__ = ("_layers", "spec", "tokens")
+    __slots__ = ("_exact", "_first", "_layers", "spec", "tokens")
 
     def __init__(self, spec: ModelSpec, tokens: int, layers: Sequence[Sequence[Array]]) -> None:
         """Zero-copy over engine memory: one sequence of arrays per layer, one array per part.
@@ -39,11 +42,14 @@ class KVBuffers:
         self.spec = spec
         self.tokens = count("KVBuffers: tokens", tokens, 0)
         self._layers = _checked(spec, self.tokens, layers)
+        self._first = 0
+        self._exact = _Exact(self.tokens)
 
     @classmethod
     def _trusted(cls, spec: ModelSpec, tokens: int, layers: Sequence[tuple[Array, ...]]) -> KVBuffers:
         made = cls.__new__(cls)
         made.spec, made.tokens, made._layers = spec, tokens, layers
+        made._first, made._exact = 0, _Exact(tokens)
         return made
 
     def layer(self, i: int) -> tuple[Array, ...]:
@@ -55,11 +61,41 @@ class KVBuffers:
         return self._layers[i]
 
     def window(self, start: int, stop: int) -> KVBuffers:
-        """Positions ``start..stop-1`` as views of the same memory (their index restarts at 0)."""
+        """Positions ``start..stop-1`` as views of the same memory (their index restarts at 0).
+
+        What is exact is known to both: it changes in one when it does in the other.
+        """
         if not 0 <= start <= stop <= self.tokens:
             raise SpecError(f"tokens {start}..{stop} are outside the 0..{self.tokens} that these K/V hold")
         layers = [tuple(array[:, start:stop] for array in parts) for parts in self._layers]
-        return self._trusted(self.spec, stop - start, layers)
+        part = self._trusted(self.spec, stop - start, layers)
+        part._first, part._exact = self._first + start, self._exact
+        return part
+
+    @property
+    def exact(self) -> int:
+        """Leading tokens whose K/V may be stored: all of them, unless approximate ones were put there.
+
+        A fetch of modular spans puts it to the first token of these, a fetch from token 0 on anew begins with
+        all; an engine that computes over what was there says so by :meth:`mark_exact`.
+        """
+        return min(max(self._exact.end - self._first, 0), self.tokens)
+
+    def mark_exact(self, tokens: int) -> None:
+        """The K/V of the first ``tokens`` tokens are exact, or will be when they are computed.
+
+        Of all tokens, where nothing approximate is kept. Changes nothing where more are exact already, and
+        where tokens before those of this window are not: what follows them cannot be exact.
+        """
+        end = self._first + count("KVBuffers.mark_exact: tokens", tokens, 0)
+        if tokens > self.tokens:
+            raise SpecError(f"mark_exact({tokens}): these K/V hold {self.tokens} tokens")
+        if self._exact.end >= self._first:
+            self._exact.end = max(self._exact.end, end)
+
+    def mark_approximate(self, first: int) -> None:
+        """The K/V from token ``first`` on are approximate: they are not stored."""
+        self._exact.end = min(self._exact.end, self._first + count("mark_approximate: first", first, 0))
 
     @property
     def nbytes(self) -> int:
@@ -99,6 +135,15 @@ class KVBuffers:
     def __repr__(self) -> str:
         size = f"{self.tokens} tokens, {len(self._layers)} layers, {self.nbytes} bytes"
         return f"<KVBuffers {self.spec.name!r} {size}>"
+
+
+class _Exact:
+    """Where the exact K/V of one memory end; one for all windows on it."""
+
+    __slots__ = ("end",)
+
+    def __init__(self, end: int) -> None:
+        self.end = end
 
 
 def _checked(spec: ModelSpec, tokens: int, layers: Sequence[Sequence[Array]]) -> Sequence[tuple[Array, ...]]:

@@ -2,7 +2,8 @@
 
 Bodies are MessagePack arrays (msgspec structs, ``array_like``): a newer peer may append fields, an older
 one ignores them. The frame type is the :class:`Op`; the frame's request id ties every answer to its
-question for ever. Digests travel concatenated (16 bytes each), checksums as one u32 a chunk.
+question for ever. Digests travel concatenated (16 bytes each), fingerprints too (8 bytes each, little
+endian), checksums as one u32 a chunk.
 
 ::
 
@@ -13,11 +14,13 @@ question for ever. Digests travel concatenated (16 bytes each), checksums as one
                                          <-  OPENED  handle
     MATCH  digests                       ->
                                          <-  MATCHED  blocks
-    FETCH  digests                       ->
-                                         <-  FETCHING  blocks               (the leased, contiguous run)
+    LOCATE  digests, fingerprints        ->
+                                         <-  LOCATED  blocks, spans         (as MATCHED, and what lies behind)
+    FETCH  digests, chains               ->
+                                         <-  FETCHING  blocks, chains       (what is leased, in this order)
                                          <-  LAYERS  runs, crcs + payload   (layer after layer)
                                          <-  FETCHED
-    STORE  parent, digests               ->
+    STORE  parent, digests, marks        ->
     PUT    runs, crcs + payload          ->                                 (does not wait for STORING)
                                          <-  STORING  runs still wanted
                                          <-  STORED  outcome of each block
@@ -35,10 +38,15 @@ from hypercache.errors import ProtocolError
 
 VERSION = 1
 DIGEST_BYTES = 16
+FINGERPRINT_BYTES = 8
+MARK_BYTES = FINGERPRINT_BYTES + DIGEST_BYTES  # of a stored block: its fingerprint, its modular digest
 CHECKSUM = "crc32"  # see hypercache.checksum; named in the handshake so that another can follow
 CODECS = ("raw", "fp8", "int8", "int4", "int4-plain")
 
 MAX_BLOCKS = 1 << 17  # a request: 2 million tokens at 16 a block, 2 MiB of digests
+MAX_PROBES = 1 << 17  # fingerprints a LOCATE: 1 MiB
+MAX_CHAINS = 1 << 13  # a FETCH: as many as one LOCATE finds at the most
+MAX_TOKENS = 1 << 31  # no prompt is longer: what a position may be
 MAX_STORE_BLOCKS = 1024  # a STORE: reserving takes about 10 us a block, and nobody else is served meanwhile
 MAX_LAYERS = 1024
 MAX_CHUNK_BYTES = 64 << 20
@@ -72,6 +80,8 @@ class Op(enum.IntEnum):
     CLEAR = 18
     REMOVED = 19
     ERROR = 20
+    LOCATE = 21
+    LOCATED = 22
 
 
 class ErrorCode(enum.StrEnum):
@@ -143,18 +153,65 @@ class Matched(Message):
     blocks: int
 
 
+class Locate(Message):
+    """Where what a prompt needs is stored: its prefix, and blocks of other prompts anywhere behind that.
+
+    digests: causal, of the prompt's blocks; may be empty where that part is known. fingerprints: of the
+    windows that begin at tokens ``first``, ``first + 1``, ..., 0 where none is looked for. least: blocks
+    that a run must have.
+    """
+
+    handle: int
+    digests: bytes
+    first: int
+    fingerprints: bytes
+    least: int
+
+
+class Span(Message):
+    """A run of stored blocks that hold what the prompt has from token ``at`` on.
+
+    source: the token at which it begins in the prompt that it was stored with. chain: causal digests of its
+    blocks there. context: that of the block before them, empty at the start of that prompt. digests: modular
+    ones, for the client to compare with its own.
+    """
+
+    at: int
+    source: int
+    context: bytes
+    chain: bytes
+    digests: bytes
+
+
+class Located(Message):
+    """``blocks``: as in MATCHED. ``spans``: behind those, ascending, none overlaps another. ``complete``:
+    whether the server looked at everything; it spends a bounded time."""
+
+    blocks: int
+    spans: tuple[Span, ...]
+    complete: bool
+
+
 class Fetch(Message):
-    """``layers``: first and stop. ``deadline_ms`` from arrival. ``frame_bytes``: preferred payload size."""
+    """``layers``: first and stop. ``deadline_ms`` from arrival. ``frame_bytes``: preferred payload size.
+
+    ``chains``: further runs, each the causal digest of its last block and how many blocks it has. The blocks
+    of ``digests`` travel first, then those of each chain.
+    """
 
     handle: int
     digests: bytes
     layers: tuple[int, int]
     deadline_ms: int
     frame_bytes: int
+    chains: tuple[tuple[bytes, int], ...] = ()
 
 
 class Fetching(Message):
+    """``blocks``: of the run. ``chains``: blocks of each chain, all that were asked for or none."""
+
     blocks: int
+    chains: tuple[int, ...] = ()
 
 
 class Layers(Message):
@@ -172,12 +229,14 @@ class Fetched(Message):
 
 
 class Store(Message):
-    """``parent``: digest of the block before the first, None at the start of a prompt."""
+    """``parent``: digest of the block before the first, None at the start of a prompt. ``marks``: one for
+    each digest, or none at all: then the blocks are not found out of their context."""
 
     handle: int
     parent: bytes | None
     digests: bytes
     deadline_ms: int
+    marks: bytes = b""
 
 
 class Storing(Message):
@@ -248,18 +307,36 @@ BODIES: dict[Op, type[Message]] = {
     Op.CLEAR: Clear,
     Op.REMOVED: Removed,
     Op.ERROR: Error,
+    Op.LOCATE: Locate,
+    Op.LOCATED: Located,
 }
 #: What a client may send, and the largest body each can have. Checked before anything is decoded.
 REQUESTS: dict[int, int] = {
     Op.HELLO: 4 << 10,
     Op.OPEN: 16 << 10,
     Op.MATCH: MAX_BLOCKS * DIGEST_BYTES + 64,
-    Op.FETCH: MAX_BLOCKS * DIGEST_BYTES + 64,
-    Op.STORE: MAX_STORE_BLOCKS * DIGEST_BYTES + 128,
+    Op.LOCATE: MAX_BLOCKS * DIGEST_BYTES + MAX_PROBES * FINGERPRINT_BYTES + 64,
+    Op.FETCH: MAX_BLOCKS * DIGEST_BYTES + MAX_CHAINS * (DIGEST_BYTES + 8) + 64,
+    Op.STORE: MAX_STORE_BLOCKS * (DIGEST_BYTES + MARK_BYTES) + 128,
     Op.PUT: MAX_FRAME_CHUNKS * 32 + 64,
     Op.CONTAINS: MAX_BLOCKS * DIGEST_BYTES + 64,
     Op.EVICT: MAX_BLOCKS * DIGEST_BYTES + 64,
     Op.CLEAR: 64,
+}
+#: The largest body of each answer, likewise.
+ANSWERS: dict[int, int] = {
+    Op.HELLO_OK: 4 << 10,
+    Op.OPENED: 16 << 10,
+    Op.MATCHED: 64,
+    Op.LOCATED: (MAX_CHAINS + 1) * (3 * DIGEST_BYTES + 32) + 64,  # each block a span of its own
+    Op.FETCHING: MAX_CHAINS * 8 + 64,
+    Op.LAYERS: MAX_FRAME_CHUNKS * 32 + 64,
+    Op.FETCHED: 64,
+    Op.STORING: MAX_STORE_BLOCKS * 16 + 64,
+    Op.STORED: 4 << 10,
+    Op.CONTAINED: MAX_BLOCKS + 64,
+    Op.REMOVED: 64,
+    Op.ERROR: 16 << 10,
 }
 _TYPES = {body: op for op, body in BODIES.items()}
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Message]] = {
@@ -290,12 +367,54 @@ def join_digests(digests: Sequence[bytes]) -> bytes:
     return b"".join(digests)
 
 
-def split_digests(joined: bytes, most: int = MAX_BLOCKS) -> list[bytes]:
-    """Raises ProtocolError unless ``joined`` is 1..``most`` whole digests."""
-    count, rest = divmod(len(joined), DIGEST_BYTES)
-    if rest or not 0 < count <= most:
-        raise ProtocolError(f"{len(joined)} bytes are not 1..{most} digests of {DIGEST_BYTES} bytes")
-    return [joined[at : at + DIGEST_BYTES] for at in range(0, len(joined), DIGEST_BYTES)]
+def split_digests(joined: bytes, most: int = MAX_BLOCKS, least: int = 1) -> list[bytes]:
+    """Raises ProtocolError unless ``joined`` is ``least``..``most`` whole digests."""
+    return _split(joined, DIGEST_BYTES, least, most, "digests")
+
+
+def split_marks(joined: bytes, digests: int) -> list[bytes]:
+    """Raises ProtocolError unless ``joined`` is empty or one mark for each of so many digests."""
+    return _split(joined, MARK_BYTES, digests, digests, "marks") if joined else []
+
+
+def count_probes(locate: Locate) -> int:
+    """How many fingerprints it has. Raises ProtocolError for a LOCATE that asks nothing or out of range."""
+    probes, rest = divmod(len(locate.fingerprints), FINGERPRINT_BYTES)
+    if rest or probes > MAX_PROBES:
+        raise ProtocolError(
+            f"{len(locate.fingerprints)} bytes are not 0..{MAX_PROBES} fingerprints of "
+            f"{FINGERPRINT_BYTES} bytes"
+        )
+    if not probes and not locate.digests:
+        raise ProtocolError("LOCATE with neither digests nor fingerprints")
+    if not 0 <= locate.first <= MAX_TOKENS - probes or not 0 < locate.least <= MAX_BLOCKS:
+        raise ProtocolError(
+            f"LOCATE from token {locate.first} for {locate.least} blocks: positions are 0..{MAX_TOKENS}, "
+            f"runs 1..{MAX_BLOCKS} blocks"
+        )
+    return probes
+
+
+def check_chains(fetch: Fetch) -> None:
+    """Raises ProtocolError unless each chain is a digest and a count, all within the limits of a request."""
+    chains = fetch.chains
+    if len(chains) > MAX_CHAINS or not (chains or fetch.digests):
+        raise ProtocolError(f"FETCH with {len(chains)} chains, at most {MAX_CHAINS}, or nothing to fetch")
+    for tail, count in chains:
+        if len(tail) != DIGEST_BYTES or not 0 < count <= MAX_BLOCKS:
+            raise ProtocolError(
+                f"FETCH of a chain of {count} blocks, 1..{MAX_BLOCKS}, whose digest has {len(tail)} bytes"
+            )
+    blocks = len(fetch.digests) // DIGEST_BYTES + sum([count for _, count in chains])
+    if blocks > MAX_BLOCKS:
+        raise ProtocolError(f"FETCH of {blocks} blocks, at most {MAX_BLOCKS}")
+
+
+def _split(joined: bytes, size: int, least: int, most: int, what: str) -> list[bytes]:
+    count, rest = divmod(len(joined), size)
+    if rest or not least <= count <= most:
+        raise ProtocolError(f"{len(joined)} bytes are not {least}..{most} {what} of {size} bytes")
+    return [joined[at : at + size] for at in range(0, len(joined), size)]
 
 
 def payload_nbytes(runs: Sequence[Run], chunk_nbytes: Sequence[int]) -> int:

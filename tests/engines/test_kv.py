@@ -177,3 +177,30 @@ def test_the_constructor_and_allocate_check_their_count_of_tokens() -> None:
             KVBuffers.allocate(spec(), tokens)  # type: ignore[arg-type]
     with pytest.raises(SpecError, match="spec must be ModelSpec, got str"):
         KVBuffers.allocate("toy", 16)  # type: ignore[arg-type]
+
+
+def test_exact_is_one_fact_for_all_windows_of_a_memory() -> None:
+    kv = KVBuffers.allocate(spec(), 100)
+    head, tail = kv.window(0, 60), kv.window(40, 100)
+    assert (kv.exact, head.exact, tail.exact) == (100, 60, 60)
+    head.mark_approximate(50)
+    assert (kv.exact, head.exact, tail.exact) == (50, 50, 10)
+    assert kv.window(10, 30).exact == 20 and kv.window(70, 90).exact == 0
+    tail.mark_approximate(5)
+    assert (kv.exact, head.exact, tail.exact) == (45, 45, 5)
+    head.mark_approximate(55)  # there is none further in front
+    assert kv.exact == 45
+    head.mark_exact(30)
+    assert kv.exact == 45
+    kv.window(70, 90).mark_exact(20)  # behind approximate ones nothing is exact
+    assert kv.exact == 45
+    tail.mark_exact(20)
+    assert (kv.exact, head.exact, tail.exact) == (60, 60, 20)
+    kv.mark_exact(100)
+    assert (kv.exact, head.exact, tail.exact) == (100, 60, 60)
+
+
+@pytest.mark.parametrize("wrong", [-1, 101, 1.5, "all", True])
+def test_what_is_exact_must_be_a_count_of_its_tokens(wrong: object) -> None:
+    with pytest.raises(SpecError, match="mark_exact"):
+        KVBuffers.allocate(spec(), 100).mark_exact(wrong)  # type: ignore[arg-type]
