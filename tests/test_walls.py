@@ -17,6 +17,7 @@ PURE = (
     "identity",
     "checks",
     "keys",
+    "rope",
     "codecs",
     "protocol",
     "checksum",

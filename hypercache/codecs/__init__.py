@@ -14,6 +14,7 @@ from hypercache.codecs.int8 import Int8Codec
 from hypercache.codecs.raw import RawCodec
 from hypercache.errors import ConfigError
 from hypercache.model import KVLayout
+from hypercache.rope import Turn, rotated_part
 
 _CODECS: dict[str, Codec] = {
     codec.name: codec for codec in (RawCodec(), Fp8Codec(), Int8Codec(), Int4Codec(), Int4PlainCodec())
@@ -35,16 +36,25 @@ def get(name: str) -> Codec:
 
 
 def warm(codec: Codec, layouts: Iterable[KVLayout]) -> None:
-    """Compile, or load from numba's cache, every kernel that ``codec`` needs for K/V of these layouts.
+    """Compile, or load from numba's cache, every kernel that ``codec`` needs for K/V of these layouts, those
+    that move keys included.
 
-    Seconds per head dim on a machine that never ran this version, fractions of a second afterwards (`raw` has
-    one kernel for all). Call it at start, so that no request waits for it.
+    Seconds per head dim on a machine that never ran this version, fractions of a second afterwards. Call it
+    at start, so that no request waits for it.
     """
     for layout in dict.fromkeys(layouts):
         parts = [np.zeros((layout.heads, 1, part.dim), layout.dtype.storage) for part in layout.parts]
         chunk = np.empty((1, codec.chunk_nbytes(layout, 1)), np.uint8)
         codec.encode(layout, parts, chunk)
         codec.decode(layout, chunk, parts)
+        if layout.dtype.is_fp8:
+            continue
+        dim = layout.parts[rotated_part(layout)].dim
+        for rotary_dim in {dim - dim % 2, 2} - {0}:  # the whole head's may have a kernel of its own
+            still = Turn(
+                np.ones(rotary_dim // 2, np.float32), np.zeros(rotary_dim // 2, np.float32), rotary_dim, False
+            )
+            codec.decode(layout, chunk, parts, still)
 
 
 __all__ = ["Codec", "get", "names", "warm"]

@@ -9,8 +9,8 @@ stride, alignment and read-only flag, and a call costs a few microseconds. Calle
 released. Nothing here uses fast-math: NaN and signed zero matter.
 
 Each row (one token of one head and part) passes through a float32 scratch row that stays in the L1
-cache: widen -> (tame) -> (rotate) -> quantise, and back. All inner loops run over contiguous memory with
-no branch, so that LLVM vectorises them.
+cache: widen -> (tame) -> (rotate) -> quantise, and back, where keys that move to another position are
+turned on the way. All inner loops run over contiguous memory with no branch, so that LLVM vectorises them.
 """
 
 from __future__ import annotations
@@ -130,6 +130,67 @@ def _unpack(typingctx: Any, codes: Any, low: Any, high: Any) -> Any:
         return context.get_dummy_value()
 
     return types.void(types.int64, types.int64, types.int64), codegen
+
+
+_LANES = 16  # float32 per step of the turn
+
+
+def _turn_lanes(interleaved: bool) -> Any:
+    """A step of :func:`_turn`: ``_LANES`` pairs as two halves, or half as many as neighbours.
+
+    x, y -> x cos - y sin, y cos + x sin, without an FMA: the same bits on every machine.
+    """
+
+    def typed(typingctx: Any, low: Any, high: Any, cos: Any, sin: Any) -> Any:
+        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            vector = ir.VectorType(ir.FloatType(), _LANES)
+            angles = ir.VectorType(ir.FloatType(), _LANES // 2 if interleaved else _LANES)
+            low, high = (builder.inttoptr(arg, vector.as_pointer()) for arg in args[:2])
+            c, s = (builder.load(builder.inttoptr(arg, angles.as_pointer()), align=4) for arg in args[2:])
+            x, y = builder.load(low, align=4), builder.load(high, align=4)
+            if interleaved:
+                index = ir.VectorType(ir.IntType(32), _LANES)
+                twice = ir.Constant(index, [i // 2 for i in range(_LANES)])
+                c, s = (builder.shuffle_vector(each, each, twice) for each in (c, s))
+                y = builder.shuffle_vector(x, x, ir.Constant(index, [i ^ 1 for i in range(_LANES)]))
+                signs = ir.Constant(vector, [1.0 if i & 1 else -1.0 for i in range(_LANES)])
+                turned = builder.fadd(builder.fmul(x, c), builder.fmul(builder.fmul(y, signs), s))
+                builder.store(turned, low, align=4)
+            else:
+                builder.store(builder.fsub(builder.fmul(x, c), builder.fmul(y, s)), low, align=4)
+                builder.store(builder.fadd(builder.fmul(y, c), builder.fmul(x, s)), high, align=4)
+            return context.get_dummy_value()
+
+        return types.void(types.int64, types.int64, types.int64, types.int64), codegen
+
+    return intrinsic(typed)
+
+
+_turn_halves = _turn_lanes(False)
+_turn_neighbours = _turn_lanes(True)
+
+
+@_inline
+def _turn(row: int, cos: int, sin: int, pairs: int, interleaved: int) -> None:
+    """Turn the first ``pairs`` pairs of a float32 row, in place, by angles whose cos and sin lie there.
+
+    Pairs are ``(i, i + pairs)``, or ``(2i, 2i + 1)`` if ``interleaved``.
+    """
+    step = _LANES // 2 if interleaved else _LANES
+    whole = pairs - pairs % step
+    if interleaved:
+        for i in range(0, whole, step):
+            _turn_neighbours(row + 8 * i, row + 8 * i, cos + 4 * i, sin + 4 * i)
+    else:
+        for i in range(0, whole, step):
+            _turn_halves(row + 4 * i, row + 4 * (pairs + i), cos + 4 * i, sin + 4 * i)
+    x = carray(_ptr(row), (2 * pairs,), np.float32)
+    c = carray(_ptr(cos), (pairs,), np.float32)
+    s = carray(_ptr(sin), (pairs,), np.float32)
+    for i in range(whole, pairs):
+        low, high = (2 * i, 2 * i + 1) if interleaved else (i, i + pairs)
+        a, b = x[low], x[high]
+        x[low], x[high] = a * c[i] - b * s[i], b * c[i] + a * s[i]
 
 
 @_inline
@@ -459,9 +520,11 @@ def _make_encode(fixed: int) -> Any:
 
 
 def _make_decode(fixed: int) -> Any:
-    def decode_rows(how: Ints, shape: Ints, source: Ints, target: Ints) -> int:
+    def decode_rows(how: Ints, shape: Ints, source: Ints, target: Ints, turn: Ints) -> int:
         """The reverse: ``source`` is laid out as ``target`` was.
 
+        turn: address of float32 cos, address of sin, number of pairs (0 to leave rows as they are), 1 if
+        pairs are neighbours.
         Returns -1, or ``(head * blocks + block) * tokens + token`` of the first scale that no encoder
         writes: negative (also -0), NaN, infinite, or zero beside codes that are not all zero.
         """
@@ -469,6 +532,7 @@ def _make_decode(fixed: int) -> Any:
         heads, blocks, tokens, dim = shape
         source_at, source_block, source_head = source
         target_at, target_head, target_token = target
+        cos, sin, pairs, interleaved = turn
         if fixed:
             dim = fixed
         nbytes = (dim + 1) // 2 if code == INT4 else dim
@@ -495,6 +559,8 @@ def _make_decode(fixed: int) -> Any:
                         _get_int8(nibbles, scale * norm, scratch, dim)
                         if block > 1:
                             _rotate_f32(scratch, dim, block)
+                    if pairs > 0:
+                        _turn(scratch, cos, sin, pairs, interleaved)
                     _narrow(scratch, first + t * target_token, kind, dim)
         memory[0] = 0  # numba frees an array after its last use
         return -1
@@ -524,11 +590,44 @@ def copy_rows(shape: Ints, source: Ints, target: Ints) -> None:
                     out[i] = data[i]
 
 
+def _make_turn(fixed: int) -> Any:
+    def turn_rows(kind: int, shape: Ints, source: Ints, target: Ints, turn: Ints) -> None:
+        """Copy rows of ``kind`` as :func:`copy_rows` does, turning the first 2 * pairs elements of each.
+
+        shape: heads, blocks, tokens, bytes of a row. source and target may be one place, but not overlap.
+        """
+        heads, blocks, tokens, nbytes = shape
+        source_at, source_head, source_block, source_token = source
+        target_at, target_head, target_block, target_token = target
+        cos, sin, pairs, interleaved = turn
+        if fixed:
+            pairs = fixed // 2
+        memory = np.empty(8 * pairs + 63, np.uint8)
+        scratch = _aligned(memory.ctypes.data)
+        turned = 2 * pairs * (4 if kind == FP32 else 2)
+        for h in range(heads):
+            for b in range(blocks):
+                for t in range(tokens):
+                    first = source_at + h * source_head + b * source_block + t * source_token
+                    place = target_at + h * target_head + b * target_block + t * target_token
+                    _widen(first, kind, scratch, 2 * pairs)
+                    _turn(scratch, cos, sin, pairs, interleaved)
+                    _narrow(scratch, place, kind, 2 * pairs)
+                    data = carray(_ptr(first + turned), (nbytes - turned,), np.uint8)
+                    out = carray(_ptr(place + turned), (nbytes - turned,), np.uint8)
+                    for i in range(nbytes - turned):
+                        out[i] = data[i]
+        memory[0] = 0  # numba frees an array after its last use
+
+    return _kernel(turn_rows)
+
+
 # The usual head dims have kernels of their own: with a constant trip count LLVM unrolls the row loops
 # completely. Each is compiled when first used.
 _FIXED = (64, 128)
 _ENCODE = {dim: _make_encode(dim) for dim in (0, *_FIXED)}
 _DECODE = {dim: _make_decode(dim) for dim in (0, *_FIXED)}
+_TURN = {dim: _make_turn(dim) for dim in (0, *_FIXED)}
 
 
 def encoder(dim: int) -> Any:
@@ -539,3 +638,8 @@ def encoder(dim: int) -> Any:
 def decoder(dim: int) -> Any:
     """The ``decode_rows`` to use for rows of ``dim`` elements."""
     return _DECODE[dim if dim in _FIXED else 0]
+
+
+def turner(rotary_dim: int) -> Any:
+    """The ``turn_rows`` to use where the first ``rotary_dim`` elements of a row are rotated."""
+    return _TURN[rotary_dim if rotary_dim in _FIXED else 0]

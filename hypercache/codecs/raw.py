@@ -9,9 +9,18 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from hypercache.codecs import kernels
-from hypercache.codecs.base import Bytes2D, Codec, Parts, check_shapes
-from hypercache.codecs.scaled import check_writable
+from hypercache.codecs.base import (
+    KINDS,
+    NO_TURN,
+    Bytes2D,
+    Codec,
+    Parts,
+    check_shapes,
+    check_writable,
+    place_turn,
+)
 from hypercache.model import KVDtype, KVLayout
+from hypercache.rope import Turn
 
 _Places = Iterator[tuple[kernels.Ints, kernels.Ints, kernels.Ints]]
 
@@ -35,12 +44,17 @@ class RawCodec(Codec):
         for shape, inside, outside in _places(layout, blocks, tokens, out, parts):
             kernels.copy_rows(shape, outside, inside)
 
-    def decode(self, layout: KVLayout, data: Bytes2D, parts: Parts) -> None:
+    def decode(self, layout: KVLayout, data: Bytes2D, parts: Parts, turn: Turn | None = None) -> None:
         blocks, tokens = check_shapes(self, layout, parts, data)
+        turns = place_turn(layout, turn)
         for part, array in zip(layout.parts, parts, strict=True):
             check_writable(f"part {part.name!r}", array)
-        for shape, inside, outside in _places(layout, blocks, tokens, data, parts):
-            kernels.copy_rows(shape, inside, outside)
+        places = _places(layout, blocks, tokens, data, parts)
+        for (shape, inside, outside), turned in zip(places, turns, strict=True):
+            if turned == NO_TURN:
+                kernels.copy_rows(shape, inside, outside)
+            else:
+                kernels.turner(2 * turned[2])(KINDS[layout.dtype], shape, inside, outside, turned)
 
 
 def _places(layout: KVLayout, blocks: int, tokens: int, rows: Bytes2D, parts: Parts) -> _Places:

@@ -26,11 +26,19 @@ from typing import ClassVar
 import numpy as np
 
 from hypercache.codecs import kernels
-from hypercache.codecs.base import Bytes2D, Codec, CodecError, Parts, check_shapes
-from hypercache.errors import SpecError
+from hypercache.codecs.base import (
+    KINDS,
+    Bytes2D,
+    Codec,
+    CodecError,
+    Parts,
+    check_shapes,
+    check_writable,
+    place_turn,
+)
 from hypercache.model import KVDtype, KVLayout
+from hypercache.rope import Turn
 
-_KINDS = {KVDtype.BF16: kernels.BF16, KVDtype.FP16: kernels.FP16, KVDtype.FP32: kernels.FP32}
 _SCALE = 2  # bytes
 
 
@@ -49,7 +57,7 @@ class ScaledCodec(Codec):
         return 1
 
     def supports(self, dtype: KVDtype) -> bool:
-        return dtype in _KINDS
+        return dtype in KINDS
 
     def chunk_nbytes(self, layout: KVLayout, tokens: int) -> int:
         return layout.heads * tokens * sum(_SCALE + self.row_nbytes(part.dim) for part in layout.parts)
@@ -61,25 +69,27 @@ class ScaledCodec(Codec):
         start, offset = out.ctypes.data, 0
         for part, array in zip(layout.parts, parts, strict=True):
             kernels.encoder(part.dim)(
-                (self.code, self.rotation(part.dim), _KINDS[layout.dtype]),
+                (self.code, self.rotation(part.dim), KINDS[layout.dtype]),
                 (layout.heads, blocks, tokens, part.dim),
                 (array.ctypes.data, array.strides[0], array.strides[1]),
                 (start + offset, out.strides[0], head_nbytes),
             )
             offset += tokens * (_SCALE + self.row_nbytes(part.dim))
 
-    def decode(self, layout: KVLayout, data: Bytes2D, parts: Parts) -> None:
+    def decode(self, layout: KVLayout, data: Bytes2D, parts: Parts, turn: Turn | None = None) -> None:
         blocks, tokens = check_shapes(self, layout, parts, data)
+        turns = place_turn(layout, turn)
         for part, array in zip(layout.parts, parts, strict=True):
             check_writable(f"part {part.name!r}", array)
         head_nbytes = data.shape[1] // layout.heads
         start, offset = data.ctypes.data, 0
-        for part, array in zip(layout.parts, parts, strict=True):
+        for part, array, turned in zip(layout.parts, parts, turns, strict=True):
             bad = kernels.decoder(part.dim)(
-                (self.code, self.rotation(part.dim), _KINDS[layout.dtype]),
+                (self.code, self.rotation(part.dim), KINDS[layout.dtype]),
                 (layout.heads, blocks, tokens, part.dim),
                 (start + offset, data.strides[0], head_nbytes),
                 (array.ctypes.data, array.strides[0], array.strides[1]),
+                turned,
             )
             if bad >= 0:
                 head, block, token = bad // (blocks * tokens), bad // tokens % blocks, bad % tokens
@@ -91,12 +101,6 @@ class ScaledCodec(Codec):
                     f"encoder writes; the chunk is damaged or of another codec or layout: treat it as a miss"
                 )
             offset += tokens * (_SCALE + self.row_nbytes(part.dim))
-
-
-def check_writable(what: str, array: Bytes2D) -> None:
-    """Raises SpecError for a read-only destination."""
-    if not array.flags.writeable:
-        raise SpecError(f"{what} is read-only; pass a writable buffer")
 
 
 def _describe(stored: bytes) -> str:
