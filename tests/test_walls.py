@@ -54,6 +54,11 @@ def forbidden(path: Path, name: str) -> bool:
             return name.startswith(("hypercache.client", "hypercache.engines", "hypercache.codecs"))
         case "client":
             return name.startswith(("hypercache.server", "hypercache.engines", "hypercache.store"))
+        case "blend":
+            others = ("server", "client", "engines", "store", "codecs", "cli")
+            return root in IO | {"fabrics"} or name.startswith(
+                tuple(f"hypercache.{other}" for other in others)
+            )
         case "engines":
             return name.startswith(("hypercache.server", "hypercache.store", "fabrics"))
     return False

@@ -8,13 +8,14 @@ weights, so that it needs no model and no framework. It works layer by layer and
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from hypercache.blend.flops import Shape
 from hypercache.engines import LayerReady
 from hypercache.errors import SpecError
 from hypercache.identity import commit
@@ -83,6 +84,24 @@ class Layer(NamedTuple):
     gate: Array
     up: Array
     down: Array
+
+
+class Rows(NamedTuple):
+    """Tokens between two layers: ascending positions ``(n,)``, their rotary angles, hidden states
+    ``(n, hidden)``; between ``project`` and ``attend`` also q ``(heads, n, dim)``, k and v
+    ``(kv_heads, n, dim)``."""
+
+    positions: Array
+    angles: tuple[Array, Array]
+    x: Array
+    q: Array | None = None
+    k: Array | None = None
+    v: Array | None = None
+
+    @property
+    def projected(self) -> tuple[Array, Array, Array]:
+        assert self.q is not None and self.k is not None and self.v is not None, "call project first"
+        return self.q, self.k, self.v
 
 
 class ReferenceModel:
@@ -166,50 +185,101 @@ class ReferenceModel:
             )
         if len(ids) and not (ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < self.config.vocab):
             raise SpecError(f"token ids must be integers in 0..{self.config.vocab - 1}")
-        x: Array = self.embedding[ids.astype(np.intp)]
-        angles = rope_angles(self.spec.groups[0].rope, np.arange(start, start + len(ids)), self.config.dtype)
+        rows = self.embed(ids, np.arange(start, start + len(ids)))
         for i in range(self.config.layers):
-            q, k, v = self.project(i, x, angles)
+            rows = self.project(i, rows)
             if layer_ready is not None:
                 layer_ready(i)
-            self.keep(i, kv, start, k, v)
-            x = x + self.attend(i, q, kv, start)
-            x = x + self.mlp(i, x)
-        return rms_norm(x, self.final_gain, self.config.eps)
+            self.keep(i, rows, kv)
+            rows = self.attend(i, rows, kv)
+        return self.hidden(rows)
 
-    def project(self, i: int, x: Array, angles: tuple[Array, Array]) -> tuple[Array, Array, Array]:
-        """q ``(heads, n, dim)``, k and v ``(kv_heads, n, dim)`` of layer ``i``; q and k are rotated."""
+    # --- layer by layer, over any rows: hypercache.blend.Layered
+
+    @property
+    def shape(self) -> Shape:
+        config = self.config
+        return Shape(
+            config.layers,
+            config.hidden,
+            config.heads,
+            config.kv_heads,
+            config.head_dim,
+            config.mlp,
+        )
+
+    def embed(self, ids: Array, positions: Array) -> Rows:
+        """Rows of tokens ``ids`` at ascending ``positions``, before layer 0."""
+        angles = rope_angles(self.spec.groups[0].rope, positions, self.config.dtype)
+        return Rows(positions.astype(np.intp), angles, self.embedding[ids.astype(np.intp)])
+
+    def project(self, i: int, rows: Rows) -> Rows:
+        """The rows with q, k and v of layer ``i``; q and k are rotated."""
         config, layer = self.config, self.layers[i]
-        normed = rms_norm(x, layer.attention_gain, config.eps)
+        normed = rms_norm(rows.x, layer.attention_gain, config.eps)
         q = _split_heads(normed @ layer.q, config.heads)
         k = _split_heads(normed @ layer.k, config.kv_heads)
         v = _split_heads(normed @ layer.v, config.kv_heads)
-        return rotate(q, angles, config.interleaved), rotate(k, angles, config.interleaved), v
+        q, k = (rotate(part, rows.angles, config.interleaved) for part in (q, k))
+        return rows._replace(q=q, k=k, v=v)
 
-    def keep(self, i: int, kv: KVBuffers, start: int, k: Array, v: Array) -> None:
-        """Round new K/V to the cache's dtype and put them at ``start``."""
-        for target, new in zip(kv.layer(i), (k, v), strict=True):
-            target[:, start : start + new.shape[1]] = to_storage(new, self.config.kv_dtype)
+    def keep(self, i: int, rows: Rows, kv: KVBuffers) -> None:
+        """Round new K/V of layer ``i`` to the cache's dtype and put them at their rows' positions."""
+        for target, new in zip(kv.layer(i), rows.projected[1:], strict=True):
+            target[:, rows.positions] = to_storage(new, self.config.kv_dtype)
 
-    def attend(self, i: int, q: Array, kv: KVBuffers, start: int) -> Array:
-        """Causal attention of layer ``i`` over all positions up to each query's own: ``(n, hidden)``."""
-        config = self.config
-        n = q.shape[1]
-        keys, values = (
-            from_storage(part[:, : start + n], config.kv_dtype, config.dtype) for part in kv.layer(i)
-        )
-        grouped = q.reshape(config.kv_heads, config.heads // config.kv_heads, n, config.head_dim)
-        out = np.empty_like(grouped)
-        for at in range(0, n, _QUERIES):
-            stop = min(at + _QUERIES, n)
-            seen = start + stop
-            scores = grouped[:, :, at:stop] @ keys[:, None, :seen].swapaxes(-1, -2) * config.head_dim**-0.5
-            future = np.arange(seen) > np.arange(start + at, seen)[:, None]
-            scores[..., future] = -np.inf
-            out[:, :, at:stop] = _softmax(scores) @ values[:, None, :seen]
+    def take(self, rows: Rows, which: Array) -> Rows:
+        """Some of the rows, in order."""
+        projected = [None if part is None else part[:, which] for part in (rows.q, rows.k, rows.v)]
+        cos, sin = rows.angles
+        return Rows(rows.positions[which], (cos[which], sin[which]), rows.x[which], *projected)
+
+    def deviation(self, i: int, rows: Rows, kv: KVBuffers) -> Array:
+        """How far the rows' K and V of layer ``i`` are from those in ``kv``: :meth:`Layered.deviation`."""
+        out = np.empty((len(rows.positions), self.config.kv_heads, 2), np.float32)
+        for part, (held, fresh) in enumerate(zip(kv.layer(i), rows.projected[1:], strict=True)):
+            cached = from_storage(held[:, rows.positions], self.config.kv_dtype, self.config.dtype)
+            out[..., part] = np.linalg.norm(fresh - cached, axis=-1).T
+        return out
+
+    def mass(self, i: int, rows: Rows, kv: KVBuffers, first: Array, stop: Array) -> Array:
+        """Share of the rows' attention in layer ``i`` that falls on ``first..stop``: :meth:`Layered.mass`."""
+        n, heads = len(rows.positions), self.config.heads
+        out = np.empty((n, heads), np.float32)
+        for part, weights, _ in self._weights(i, rows, kv):
+            at = np.arange(weights.shape[-1])
+            on = (at >= first[part, None]) & (at < stop[part, None])
+            share = np.where(on, weights, 0).sum(axis=-1)
+            out[part] = share.reshape(heads, -1).T
+        return out
+
+    def attend(self, i: int, rows: Rows, kv: KVBuffers) -> Rows:
+        """The rows after layer ``i``: attention over all in ``kv`` up to each row's own position, and MLP."""
+        config, n = self.config, len(rows.positions)
+        out = np.empty((config.kv_heads, config.heads // config.kv_heads, n, config.head_dim), config.dtype)
+        for part, weights, values in self._weights(i, rows, kv):
+            out[:, :, part] = weights @ values
         by_token = out.reshape(config.heads, n, config.head_dim).swapaxes(0, 1)
-        mixed: Array = by_token.reshape(n, config.heads * config.head_dim) @ self.layers[i].o
-        return mixed
+        x = rows.x + by_token.reshape(n, config.heads * config.head_dim) @ self.layers[i].o
+        return Rows(rows.positions, rows.angles, x + self.mlp(i, x))
+
+    def _weights(self, i: int, rows: Rows, kv: KVBuffers) -> Iterator[tuple[slice, Array, Array]]:
+        """Causal attention of layer ``i``, some rows at a time: which, weights
+        ``(kv_heads, heads / kv_heads, rows, seen)``, and the values that they weigh."""
+        config, n = self.config, len(rows.positions)
+        if n == 0:
+            return
+        keys, values = (
+            from_storage(part[:, : rows.positions[-1] + 1], config.kv_dtype, config.dtype)
+            for part in kv.layer(i)
+        )
+        grouped = rows.projected[0].reshape(config.kv_heads, -1, n, config.head_dim)
+        for at in range(0, n, _QUERIES):
+            part = slice(at, min(at + _QUERIES, n))
+            seen = int(rows.positions[part.stop - 1]) + 1
+            scores = grouped[:, :, part] @ keys[:, None, :seen].swapaxes(-1, -2) * config.head_dim**-0.5
+            scores[..., np.arange(seen) > rows.positions[part, None]] = -np.inf
+            yield part, _softmax(scores), values[:, None, :seen]
 
     def mlp(self, i: int, x: Array) -> Array:
         """SwiGLU (Shazeer 2020, arXiv:2002.05202) of layer ``i``: ``(n, hidden)``."""
@@ -218,6 +288,10 @@ class ReferenceModel:
         gate = normed @ layer.gate
         out: Array = (gate / (1 + np.exp(-gate)) * (normed @ layer.up)) @ layer.down
         return out
+
+    def hidden(self, rows: Rows) -> Array:
+        """Final hidden states ``(n, hidden)``, after the last norm."""
+        return rms_norm(rows.x, self.final_gain, self.config.eps)
 
     def logits(self, hidden: Array) -> Array:
         """``(..., vocab)`` from final hidden states."""
