@@ -1,9 +1,10 @@
 """What the benchmark measures of the codecs: size, error, and speed against memcpy on one thread.
 
 Speed is that of calls on 1 MiB of bf16 K/V each, the size of a frame, out of 64 MiB, which no cache holds;
-``_64k`` in a key says that the calls were that small, where the cost of a call from Python shows. In each
-round memcpy, encode and decode run one after the other, so a busy machine slows all three. Figures are
-medians over the rounds, a ratio is the median of the rounds' ratios.
+``_64k`` in a key says that the calls were that small, where the cost of a call from Python shows, and
+``_fp32`` that the K/V were float32. In each round memcpy, encode, decode and a decode that moves the keys run
+one after the other, so a busy machine slows all four. Figures are medians over the rounds, a ratio is the
+median of the rounds' ratios.
 """
 
 from __future__ import annotations
@@ -17,11 +18,16 @@ import numpy.typing as npt
 
 from hypercache import codecs
 from hypercache.codecs import Codec
-from hypercache.model import KVDtype, KVLayout, Part
+from hypercache.model import KVDtype, KVLayout, Part, RopeSpec
+from hypercache.rope import turn
 
 HEADS, TOKENS = 8, 16
 BUFFER_BYTES = 64 << 20
-RUN_BYTES = {"": 1 << 20, "_64k": 64 << 10}  # key suffix -> bf16 bytes of the K/V of one call
+RUNS = {  # key suffix -> element type, bytes of the K/V of one call
+    "": (KVDtype.BF16, 1 << 20),
+    "_64k": (KVDtype.BF16, 64 << 10),
+    "_fp32": (KVDtype.FP32, 1 << 20),
+}
 MIN_ROUNDS = 3
 
 F32 = npt.NDArray[np.float32]
@@ -38,14 +44,15 @@ def measure(
         the difference / that of the truth, so rounding the input to bf16 is in it, which is all of it for a
         lossless codec. cosine_outliers, relative_error_outliers: with outlier channels.
     same_values, same_values_outliers: share of the bf16 values that come back bit for bit; 1 is lossless.
-    encode_gbps, decode_gbps, memcpy_gbps: 1e9 bf16 bytes per second.
-    encode_to_memcpy, decode_to_memcpy: ratios of those.
+    encode_gbps, decode_gbps, turned_gbps, memcpy_gbps: 1e9 bytes of K/V per second; "turned" decodes and
+        moves the keys, which are half of the bytes, in the same pass (the whole head, half-split pairs).
+    encode_to_memcpy, decode_to_memcpy, turned_to_memcpy: ratios of those.
     """
     names = codecs.names()
     share = seconds_budget / (len(names) * len(dims))
     result: dict[str, dict[str, dict[str, float]]] = {name: {} for name in names}
     for dim in dims:
-        layout = KVLayout("split", HEADS, (Part("k", dim), Part("v", dim)), KVDtype.BF16)
+        layout = _layout(dim, KVDtype.BF16)
         gauss, outliers = _data(dim)
         for name in names:
             codec = codecs.get(name)
@@ -54,9 +61,13 @@ def measure(
             for suffix, data in (("", gauss), ("_outliers", outliers)):
                 found = _error(codec, layout, data)
                 figures |= {f"{key}{suffix}": value for key, value in found.items()}
-            figures |= _speed(codec, layout, gauss, share)
+            figures |= _speed(codec, dim, gauss, share)
             result[name][str(dim)] = figures
     return result
+
+
+def _layout(dim: int, dtype: KVDtype) -> KVLayout:
+    return KVLayout("split", HEADS, (Part("k", dim), Part("v", dim)), dtype)
 
 
 def _data(dim: int) -> tuple[F32, F32]:
@@ -90,18 +101,17 @@ def _error(codec: Codec, layout: KVLayout, truth: F32) -> dict[str, float]:
     }
 
 
-def _speed(codec: Codec, layout: KVLayout, gauss: F32, seconds: float) -> dict[str, float]:
+def _speed(codec: Codec, dim: int, gauss: F32, seconds: float) -> dict[str, float]:
     figures: dict[str, float] = {}
-    for suffix, run in RUN_BYTES.items():
+    for suffix, (dtype, run) in RUNS.items():
+        layout = _layout(dim, dtype)
+        codecs.warm(codec, [layout])
         nbytes, works = _passes(codec, layout, gauss, run)
-        copy, encode, decode = _rounds(works, seconds / len(RUN_BYTES))
-        figures |= {
-            f"memcpy_gbps{suffix}": nbytes / 1e9 / median(copy),
-            f"encode_gbps{suffix}": nbytes / 1e9 / median(encode),
-            f"decode_gbps{suffix}": nbytes / 1e9 / median(decode),
-            f"encode_to_memcpy{suffix}": median(a / b for a, b in zip(copy, encode, strict=True)),
-            f"decode_to_memcpy{suffix}": median(a / b for a, b in zip(copy, decode, strict=True)),
-        }
+        copy, *others = _rounds(works, seconds / len(RUNS))
+        figures[f"memcpy_gbps{suffix}"] = nbytes / 1e9 / median(copy)
+        for name, times in zip(("encode", "decode", "turned"), others, strict=True):
+            figures[f"{name}_gbps{suffix}"] = nbytes / 1e9 / median(times)
+            figures[f"{name}_to_memcpy{suffix}"] = median(a / b for a, b in zip(copy, times, strict=True))
     return figures
 
 
@@ -122,12 +132,14 @@ def _rounds(works: Sequence[Callable[[], None]], seconds: float) -> list[list[fl
 def _passes(
     codec: Codec, layout: KVLayout, gauss: F32, run: int
 ) -> tuple[int, tuple[Callable[[], None], ...]]:
-    """The bytes of a buffer, and what copies, encodes and decodes it in calls of ``run`` bytes."""
+    """The bytes of a buffer, and what copies, encodes, decodes and turns it in calls of ``run`` bytes."""
     blocks = run // layout.chunk_nbytes(TOKENS)
     tokens, call_bytes = blocks * TOKENS, blocks * layout.chunk_nbytes(TOKENS)
     calls = BUFFER_BYTES // call_bytes
-    source = np.empty((calls, 2, HEADS, tokens, layout.parts[0].dim), np.uint16)
-    source[:] = _to_bf16(gauss[:, :, np.arange(tokens) % gauss.shape[2]])
+    dim = layout.parts[0].dim
+    source = np.empty((calls, 2, HEADS, tokens, dim), layout.dtype.storage)
+    values = gauss[:, :, np.arange(tokens) % gauss.shape[2]]
+    source[:] = _to_bf16(values) if layout.dtype is KVDtype.BF16 else values
     target = np.empty_like(source)
     chunks = np.empty((calls, blocks, codec.chunk_nbytes(layout, TOKENS)), np.uint8)
 
@@ -143,4 +155,10 @@ def _passes(
         for i in range(calls):
             codec.decode(layout, chunks[i], target[i])
 
-    return calls * call_bytes, (copy, encode, decode)
+    moved = turn(RopeSpec("default", 10000.0, dim), 1000)
+
+    def turned() -> None:
+        for i in range(calls):
+            codec.decode(layout, chunks[i], target[i], moved)
+
+    return calls * call_bytes, (copy, encode, decode, turned)

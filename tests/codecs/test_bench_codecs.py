@@ -21,5 +21,8 @@ def test_measure_reports_every_codec_at_every_dim(monkeypatch):
     assert at_64["raw"]["ratio"] == 1.0 and at_64["int4"]["ratio"] == pytest.approx(128 / 34)
     assert at_64["int4"]["relative_error_outliers"] < at_64["int4-plain"]["relative_error_outliers"]
     assert at_64["int8"]["relative_error"] < at_64["fp8"]["relative_error"] < at_64["int4"]["relative_error"]
-    wanted = {"memcpy_gbps", "encode_gbps", "decode_gbps", "encode_to_memcpy", "decode_to_memcpy"}
-    assert wanted | {f"{key}_64k" for key in wanted} <= set(at_64["fp8"])
+    wanted = {"memcpy_gbps"}
+    for what in ("encode", "decode", "turned"):
+        wanted |= {f"{what}_gbps", f"{what}_to_memcpy"}
+    for suffix in ("", "_64k", "_fp32"):
+        assert {key + suffix for key in wanted} <= set(at_64["fp8"])
