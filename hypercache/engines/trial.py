@@ -18,16 +18,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from hypercache.client import connect_sync
 from hypercache.engines import subject as subjects
 from hypercache.engines.cached import Prefilled, greedy, prefill
+from hypercache.engines.compare import cosine, kl
 from hypercache.engines.subject import Report, Subject
 from hypercache.errors import HyperCacheError
 from hypercache.kv import KVBuffers
 
-Logits = npt.NDArray[Any]
 _DEADLINE_S = 30.0  # a demo on a slow, busy machine still shows hits
 
 
@@ -112,31 +111,18 @@ def _poison(kv: KVBuffers) -> None:
 
 
 def _compare(cold: Prefilled, hit: Prefilled) -> dict[str, Any]:
-    p, q = (log_softmax(prefilled.logits) for prefilled in (cold, hit))
     return {
         "hit_tokens": hit.fetch.hit_tokens,
         "wire_bytes": hit.fetch.wire_bytes,
         "reason": hit.fetch.reason,
         "logits_cosine": cosine(cold.logits, hit.logits),
-        "kl": float(np.sum(np.exp(p) * (p - q))),
+        "kl": float(kl(cold.logits, hit.logits)),
     }
 
 
 def _agreeing(want: Sequence[int], got: Sequence[int]) -> int:
     """Tokens before the first difference."""
     return next((i for i, (a, b) in enumerate(zip(want, got, strict=True)) if a != b), len(want))
-
-
-def cosine(a: Logits, b: Logits) -> float:
-    a, b = a.astype(np.float64), b.astype(np.float64)
-    return float(a @ b / np.sqrt((a @ a) * (b @ b)))
-
-
-def log_softmax(logits: Logits) -> Logits:
-    """float64."""
-    shifted: Logits = logits.astype(np.float64) - float(logits.max())
-    shifted -= np.log(np.exp(shifted).sum())
-    return shifted
 
 
 def main(argv: Sequence[str] | None = None) -> int:

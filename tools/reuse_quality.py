@@ -1,0 +1,244 @@
+"""What reuse at another position costs in quality, on a real model and real text, through a real server.
+
+Prompts of 4 to 6 passages and a question are prefilled and stored; the same passages in another order, with
+another question, are then matched, fetched over TCP (rotated to their new places) and repaired. Against full
+prefill: KL and top-1 of the next token, and whether a greedy continuation of 16 tokens is the same.
+
+    python tools/reuse_quality.py [--prompts 30] [--codecs raw,fp8,int8,int4,int4-plain] [--json FILE]
+    python tools/reuse_quality.py --plot FILE.json     # table (Markdown) on stdout, plot beside the file
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
+import numpy as np
+import passages
+
+from hypercache import KVBuffers, blend, connect_sync, rope
+from hypercache.blend import Blend, Reused
+from hypercache.cli.local_server import local_server
+from hypercache.engines.compare import kl
+from hypercache.engines.load import Loaded, load
+
+CONTINUATION = 16
+RATIOS = (0.05, 0.15, 0.30)
+POLICIES = ("kv", "k", "v", "attention", "boundary", "random", "learned")
+
+
+def measure(loaded: Loaded, codecs: list[str], count: int, seed: int) -> dict[str, Any]:
+    """Rows by codec and method; each a list of one record a prompt."""
+    assert loaded.encode is not None
+    engine = loaded.engine
+    rows: dict[str, dict[str, list[dict[str, float]]]] = {codec: {} for codec in codecs}
+    policies = [name for name in POLICIES if name != "learned" or learned(loaded) is not None]
+    began = time.monotonic()
+    with local_server("3GiB") as server:
+        clients = {
+            codec: connect_sync(server["uris"][0], model=engine.spec, codec=codec, deadline=60)
+            for codec in codecs
+        }
+        cases = passages.cases(loaded.encode, count, seed)
+        for number, case in enumerate(cases, 1):
+            first = KVBuffers.allocate(engine.spec, len(case.stored))
+            blend.run(engine, case.stored, first, 0, (), Blend(0.0))
+            truth, answer = full(engine, case.asked)
+            for codec, client in clients.items():
+                client.clear()
+                client.store(case.stored, first)
+                for name, record in one(loaded, client, case, truth, answer, policies):
+                    rows[codec].setdefault(name, []).append(record)
+            spent = time.monotonic() - began
+            print(f"{number}/{count} prompts, {spent:.0f} s", file=sys.stderr, flush=True)
+        for client in clients.values():
+            client.close()
+    return rows
+
+
+def full(engine: Any, ids: list[int]) -> tuple[Any, list[int]]:
+    """Logits (CONTINUATION, vocab) of a full prefill and its greedy continuation, and that continuation."""
+    kv = KVBuffers.allocate(engine.spec, len(ids) + CONTINUATION)
+    logits = [blend.run(engine, ids, kv, 0, (), Blend(0.0)).logits]
+    answer: list[int] = []
+    while True:
+        answer.append(int(np.argmax(logits[-1])))
+        if len(answer) == CONTINUATION:
+            return np.stack(logits), answer
+        more = [*ids, *answer]
+        logits.append(blend.run(engine, more, kv, len(more) - 1, (), Blend(0.0)).logits)
+
+
+def one(
+    loaded: Loaded, client: Any, case: passages.Case, truth: Any, answer: list[int], policies: list[str]
+) -> Iterator[tuple[str, dict[str, float]]]:
+    """Every method on one prompt, from one fetch."""
+    engine = loaded.engine
+    match = client.match(case.asked, modular=True, segments=case.segments)
+    fetched = KVBuffers.allocate(engine.spec, len(case.asked) + CONTINUATION)
+    result = client.fetch(match, fetched)
+    if not result.modular or result.reason:
+        raise SystemExit(f"nothing to measure: {result}")
+    spans = [Reused(span.start, span.stop) for span in result.modular]
+    naive = copy(fetched)
+    for span in result.modular:
+        for group in engine.spec.groups:
+            back = rope.turn(group.rope, -span.delta)
+            for layer in group.layers:
+                parts = [part[:, span.start : span.stop] for part in naive.layer(layer)]
+                rope.rerotate(engine.spec.layout(layer), parts, back)
+    methods = [("naive", naive, Blend(0.0)), ("rotated", fetched, Blend(0.0))]
+    for policy in policies:
+        chosen = learned(loaded) if policy == "learned" else policy
+        methods += [(f"{policy} {ratio:.0%}", fetched, Blend(ratio, policy=chosen)) for ratio in RATIOS]
+    for name, kv, settings in methods:
+        kv = copy(kv)
+        run = blend.run(engine, case.asked, kv, result.hit_tokens, spans, settings)
+        # The reference's continuation is fed, not this one's own: as long as all likeliest tokens agree, they
+        # are the same, and where they do not, the distributions stay comparable.
+        more = [*case.asked, *answer[:-1]]
+        rest = blend.run(engine, more, kv, len(case.asked), (), Blend(0.0))
+        logits = np.concatenate([run.logits[None], engine.logits(rest.hidden)])
+        same = logits.argmax(-1) == np.array(answer)
+        distances = kl(truth, logits)
+        yield (
+            name,
+            {
+                "kl_next": float(distances[0]),
+                "kl_16": float(distances.mean()),
+                "top1": float(same[0]),
+                "top1_16": float(same.mean()),
+                "exact_16": float(same.all()),
+                "flops_saved": run.report.flops_saved,
+                "reused": run.report.reused / len(case.asked),
+            },
+        )
+
+
+def learned(loaded: Loaded) -> Any:
+    """The selector calibrated for this model, if there is one."""
+    from hypercache.blend import selector
+
+    return selector.find(loaded.engine.spec)
+
+
+def copy(kv: KVBuffers) -> KVBuffers:
+    """The same K/V in memory of its own."""
+    other = KVBuffers.allocate(kv.spec, kv.tokens)
+    for layer in range(kv.spec.num_layers):
+        for target, source in zip(other.layer(layer), kv.layer(layer), strict=True):
+            target[:] = source
+    return other
+
+
+def summary(rows: dict[str, dict[str, list[dict[str, float]]]]) -> dict[str, Any]:
+    """Means over the prompts, and standard errors of the mean (``..._se``)."""
+    out: dict[str, Any] = {}
+    for codec, methods in rows.items():
+        out[codec] = {}
+        for name, records in methods.items():
+            row = {"n": len(records)}
+            for key in records[0]:
+                values = [record[key] for record in records]
+                row[key] = statistics.fmean(values)
+                row[f"{key}_se"] = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else 0
+            out[codec][name] = row
+    return out
+
+
+def table(results: dict[str, Any]) -> str:
+    """Markdown, one table a codec."""
+    lines = []
+    for codec, methods in results["codecs"].items():
+        lines += [
+            f"`{codec}`:",
+            "",
+            "| method | KL, next token | KL, 16 tokens | top-1 | 16 tokens the same | FLOPs saved |",
+            "|---|---|---|---|---|---|",
+        ]
+        lines += [
+            f"| {name} | {row['kl_next']:.3f} ± {row['kl_next_se']:.3f} | {row['kl_16']:.3f} ± "
+            f"{row['kl_16_se']:.3f} | {row['top1_16']:.1%} | {row['exact_16']:.0%} | "
+            f"{row['flops_saved']:.0%} |"
+            for name, row in methods.items()
+        ]
+        lines.append("")
+    return "\n".join(lines)
+
+
+def plot(results: dict[str, Any], file: Path) -> None:
+    """KL against the share recomputed, a line a policy, a panel a codec."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    codecs = list(results["codecs"])
+    figure, axes = pyplot.subplots(1, len(codecs), figsize=(3.4 * len(codecs), 3.6), sharey=True)
+    for axis, codec in zip(np.atleast_1d(axes), codecs, strict=True):
+        rows = results["codecs"][codec]
+        start = rows["rotated"]
+        for policy in POLICIES:
+            names = [f"{policy} {ratio:.0%}" for ratio in RATIOS]
+            if names[0] not in rows:
+                continue
+            values = [start["kl_16"], *(rows[name]["kl_16"] for name in names)]
+            errors = [start["kl_16_se"], *(rows[name]["kl_16_se"] for name in names)]
+            axis.errorbar(
+                [0, *(100 * r for r in RATIOS)], values, errors, marker="o", ms=3, capsize=2, label=policy
+            )
+        axis.axhline(rows["naive"]["kl_16"], color="grey", ls=":", label="naive (not rotated)")
+        axis.set_title(codec)
+        axis.set_xlabel("share of reused tokens recomputed, %")
+        axis.set_yscale("log")
+    np.atleast_1d(axes)[0].set_ylabel("KL to full prefill, nats (16 tokens)")
+    np.atleast_1d(axes)[-1].legend(fontsize=7)
+    figure.suptitle(f"{results['model']}: {results['prompts']} prompts of reordered passages")
+    figure.tight_layout()
+    figure.savefig(file, dpi=110)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--model", default="smollm2", help="as in hypercache doctor --help")
+    parser.add_argument("--prompts", type=int, default=30)
+    parser.add_argument("--codecs", default="raw,fp8,int8,int4,int4-plain")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--plot", type=Path, help="only show results written before")
+    args = parser.parse_args()
+    if args.plot is not None:
+        results = json.loads(args.plot.read_text())
+    else:
+        loaded = load(args.model, "float32", lambda line: print(line, file=sys.stderr))
+        rows = measure(loaded, args.codecs.split(","), args.prompts, args.seed)
+        results = {
+            "model": loaded.name,
+            "prompts": args.prompts,
+            "seed": args.seed,
+            "python": platform.python_version(),
+            "codecs": summary(rows),
+        }
+        if args.json is not None:
+            args.json.write_text(json.dumps(results, indent=1))
+    print(table(results))
+    where = args.plot or args.json
+    if where is not None:
+        plot(results, where.with_suffix(".png"))
+
+
+if __name__ == "__main__":
+    main()
