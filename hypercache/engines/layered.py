@@ -1,0 +1,226 @@
+"""Transformers models layer by layer, over any tokens of a prompt: what :mod:`hypercache.blend` runs on.
+
+The decoder layers are taken apart by their public submodules, for the architectures named here. That this
+is what the model itself computes is not believed but checked, on a few tokens, when the engine is made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, TypeVar, cast
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch.nn import functional
+
+from hypercache.blend import Blend, Reused, Shape, run
+from hypercache.engines import LayerReady
+from hypercache.engines.transformers import TransformersEngine
+from hypercache.errors import SpecError
+from hypercache.kv import KVBuffers
+
+Array = npt.NDArray[Any]
+
+SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+_QUERIES = 256  # attended at a time, which bounds mask and scores to heads x 256 x tokens
+_ROUNDING = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # relative L2 of two ways to sum
+
+
+F = TypeVar("F", bound=Callable[..., Any])
+
+
+def _inference(method: F) -> F:
+    return cast("F", torch.inference_mode()(method))
+
+
+class Rows(NamedTuple):
+    """Tokens between two layers: ascending positions ``(n,)``, their rotary cos and sin ``(n, dim)``, hidden
+    states ``(n, hidden)``; between ``project`` and ``attend`` also q ``(heads, n, dim)``, k and v
+    ``(kv_heads, n, dim)``."""
+
+    positions: torch.Tensor
+    cos: torch.Tensor
+    sin: torch.Tensor
+    x: torch.Tensor
+    q: torch.Tensor | None = None
+    k: torch.Tensor | None = None
+    v: torch.Tensor | None = None
+
+    @property
+    def projected(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        assert self.q is not None and self.k is not None and self.v is not None, "call project first"
+        return self.q, self.k, self.v
+
+
+class LayeredTransformer:
+    """A model of one of the classes in ``SUPPORTED``: a :class:`hypercache.blend.Layered`, and an engine for
+    :func:`hypercache.engines.cached.prefill`.
+
+    model: a loaded one, with ``options`` as TransformersEngine takes them; or a TransformersEngine.
+
+    Raises SpecError for other classes, by name, for a model that computes something else than its class says,
+    and as TransformersEngine does.
+    """
+
+    def __init__(self, model: Any, **options: Any) -> None:
+        made = isinstance(model, TransformersEngine) and not options
+        self.engine = engine = model if made else TransformersEngine(model, **options)
+        self.model, self.spec = engine.model, engine.spec
+        name = type(self.model).__name__
+        if name not in SUPPORTED:
+            raise SpecError(
+                f"{name} cannot be run layer by layer; supported are {', '.join(SUPPORTED)}. "
+                "Exact reuse works: use TransformersEngine"
+            )
+        config = self.model.config
+        layout = self.spec.layout(0)
+        self.shape = Shape(
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            kv_heads=layout.heads,
+            head_dim=layout.parts[0].dim,
+            mlp=config.intermediate_size,
+        )
+        self._layers = list(self.model.model.layers)
+        self._check()
+
+    def run(
+        self, ids: Sequence[int] | Array, kv: KVBuffers, start: int, layer_ready: LayerReady | None = None
+    ) -> Array:
+        """:meth:`TransformersEngine.run`."""
+        return self.engine.run(ids, kv, start, layer_ready)
+
+    @_inference
+    def embed(self, ids: Array, positions: Array) -> Rows:
+        at = torch.from_numpy(np.array(positions, np.int64))
+        x = self.model.model.embed_tokens(torch.from_numpy(np.array(ids, np.int64)))
+        cos, sin = self.model.model.rotary_emb(x[None], at[None])
+        return Rows(at, cos[0], sin[0], x)
+
+    @_inference
+    def project(self, layer: int, rows: Rows) -> Rows:
+        block = self._layers[layer]
+        attention = block.self_attn
+        x = block.input_layernorm(rows.x)
+        q, k, v = (
+            part(x).view(len(x), -1, self.shape.head_dim)
+            for part in (attention.q_proj, attention.k_proj, attention.v_proj)
+        )
+        if hasattr(attention, "q_norm"):  # Qwen3
+            q, k = attention.q_norm(q), attention.k_norm(k)
+        q, k = (_rotate(part.transpose(0, 1), rows.cos, rows.sin) for part in (q, k))
+        return rows._replace(q=q, k=k, v=v.transpose(0, 1))
+
+    @_inference
+    def take(self, rows: Rows, which: Array) -> Rows:
+        at = torch.from_numpy(np.array(which, np.int64))
+        projected = [None if part is None else part[:, at] for part in (rows.q, rows.k, rows.v)]
+        return Rows(rows.positions[at], rows.cos[at], rows.sin[at], rows.x[at], *projected)
+
+    @_inference
+    def deviation(self, layer: int, rows: Rows, kv: KVBuffers) -> Array:
+        differences = [
+            (fresh.float() - held[:, rows.positions].float()).norm(dim=-1).T
+            for held, fresh in zip(_held(kv, layer), rows.projected[1:], strict=True)
+        ]
+        out: Array = torch.stack(differences, dim=-1).numpy()
+        return out
+
+    @_inference
+    def keep(self, layer: int, rows: Rows, kv: KVBuffers) -> None:
+        for held, fresh in zip(_held(kv, layer), rows.projected[1:], strict=True):
+            held.index_copy_(1, rows.positions, fresh.to(held.dtype))
+
+    @_inference
+    def mass(self, layer: int, rows: Rows, kv: KVBuffers, first: Array, stop: Array) -> Array:
+        scale = self._layers[layer].self_attn.scaling
+        begin, end = (torch.from_numpy(np.array(bound, np.int64))[:, None] for bound in (first, stop))
+        out = torch.empty(len(rows.x), self.shape.heads)
+        for part, q, keys, _, seen in self._queries(layer, rows, kv):
+            scores = (q @ keys.mT).float() * scale
+            weights = scores.masked_fill_(~seen, -torch.inf).softmax(-1)
+            at = torch.arange(keys.shape[1])
+            on = ((at >= begin[part]) & (at < end[part])).repeat(self._groups, 1)
+            out[part] = (weights * on).sum(-1).view(self.shape.heads, -1).T
+        shares: Array = out.numpy()
+        return shares
+
+    @_inference
+    def attend(self, layer: int, rows: Rows, kv: KVBuffers) -> Rows:
+        block, n = self._layers[layer], len(rows.x)
+        out = torch.empty(self.shape.heads, n, self.shape.head_dim, dtype=rows.x.dtype)
+        for part, q, keys, values, seen in self._queries(layer, rows, kv):
+            mixed = functional.scaled_dot_product_attention(
+                q[None], keys[None], values[None], attn_mask=seen[None, None], scale=block.self_attn.scaling
+            )
+            out[:, part] = mixed.view(self.shape.heads, -1, self.shape.head_dim)
+        x = rows.x + block.self_attn.o_proj(out.transpose(0, 1).reshape(n, -1))
+        x = x + block.mlp(block.post_attention_layernorm(x))
+        return Rows(rows.positions, rows.cos, rows.sin, x)
+
+    @property
+    def _groups(self) -> int:
+        return self.shape.heads // self.shape.kv_heads
+
+    def _queries(
+        self, layer: int, rows: Rows, kv: KVBuffers
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+        """Some rows at a time: which, their queries ``(kv_heads, groups * rows, dim)`` (so no K/V head is
+        repeated), the keys and values up to the last one's position, and who sees which, by causality."""
+        queries = rows.projected[0]
+        keys, values = _held(kv, layer)
+        for start in range(0, len(rows.x), _QUERIES):
+            part = slice(start, min(start + _QUERIES, len(rows.x)))
+            at = rows.positions[part]
+            tokens = int(at[-1]) + 1
+            q = queries[:, part].reshape(self.shape.kv_heads, -1, self.shape.head_dim)
+            seen = (torch.arange(tokens) <= at[:, None]).repeat(self._groups, 1)
+            yield part, q, keys[:, :tokens], values[:, :tokens], seen
+
+    @_inference
+    def hidden(self, rows: Rows) -> Array:
+        out: Array = self.model.model.norm(rows.x).float().numpy()
+        return out
+
+    @_inference
+    def logits(self, hidden: Array) -> Array:
+        out: Array = self.model.lm_head(torch.from_numpy(hidden).to(self.model.dtype)).float().numpy()
+        return out
+
+    def _check(self) -> None:
+        """The model's own forward against a run of the same tokens in three parts, of which one is redone."""
+        ids = np.arange(1, 25) * 7919 % self.model.config.vocab_size
+        own, ours = (KVBuffers.allocate(self.spec, len(ids)) for _ in range(2))
+        want = self.engine.run(ids, own, 0)
+        for layer in range(self.shape.layers):
+            for source, target in zip(_held(own, layer), _held(ours, layer), strict=True):
+                target.zero_()
+                target[:, :8] = source[:, :8]
+        got = run(self, ids, ours, 8, [Reused(10, 20)], Blend(1.0)).logits
+        for layer in range(self.shape.layers):
+            for source, target in zip(_held(own, layer), _held(ours, layer), strict=True):
+                self._compare(f"K/V of layer {layer}", target.float().numpy(), source.float().numpy())
+        self._compare("logits", got, want)
+
+    def _compare(self, what: str, got: Array, want: Array) -> None:
+        error = float(np.linalg.norm(got - want) / (np.linalg.norm(want) or 1))
+        if not error <= _ROUNDING[self.model.dtype]:
+            raise SpecError(
+                f"{type(self.model).__name__}: run layer by layer, its {what} differ from its own forward by "
+                f"{error:.1e}, more than rounding; it computes something else than its class says, so "
+                "reuse out of context is refused. Exact reuse works: use TransformersEngine"
+            )
+
+
+def _rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """RoPE with half-split pairs on ``(heads, n, dim)``, in the model's own dtype and order of operations."""
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _held(kv: KVBuffers, layer: int) -> list[torch.Tensor]:
+    """K and V of one layer ``(kv_heads, tokens, dim)`` where they lie."""
+    tensors = [torch.from_numpy(part) for part in kv.layer(layer)]
+    return [part.view(torch.bfloat16) if part.dtype is torch.uint16 else part for part in tensors]
