@@ -24,7 +24,7 @@ from hypercache.identity import Value, canonical, commit
 from hypercache.model import ModelSpec
 
 HASH_VERSION: int = 1
-BLOCK_SIZES: tuple[int, ...] = (16, 64)
+BLOCK_SIZES: tuple[int, ...] = (8, 16, 64)
 DIGEST_NBYTES: int = 16
 MAX_TOKEN: int = 2**32 - 1
 

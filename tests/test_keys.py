@@ -52,6 +52,12 @@ NS = namespace()
 GOLDEN_FINGERPRINT = "8d7e1fc1e4d763eebac09e6749d919d3a3802b965d07afdeb2b348aa6d845ec0"
 GOLDEN_KEY = "7fc532247de68caf46b6f52081ab03fdad31c9e2ba66ad003f3048ab71f46eb9"
 GOLDEN = {  # block size -> namespace, H_0 H_1, M_0 M_1, and H_0 H_1 with an image at tokens 10..20
+    8: (
+        "043eed976296ae7b505f3931e89910ae36b24e46893111baebd19b222f0f5533",
+        ["190198c61c16bd0757fea04474cb9041", "980c1805dc05ecb3de807c621c4f86c1"],
+        ["4e1f3e5d0f82eb36939089cb9abb9967", "54f0adbbbfe8192133518344bdd79565"],
+        ["190198c61c16bd0757fea04474cb9041", "8e51dd8b8c40bb7e276dfff5f5cf5c47"],
+    ),
     16: (
         "d35cc59080cd0a9a731f2f55cf0e3c14451dc1dda71a5c6b5def00c0fd4ccc89",
         ["a2f7fc6a449ac9508b8782f894ccfb0c", "d622606632c3408e65e4ce5e68b79311"],
@@ -251,9 +257,9 @@ def test_c04_only_full_blocks_have_keys(block_size: int, tokens: int) -> None:
 
 @pytest.mark.parametrize("block_size", [0, 1, -16, 32, 128, 16.0, True, "16", None])
 def test_c10_other_block_sizes_are_refused(block_size: Any) -> None:
-    with pytest.raises(SpecError, match=r"is not supported; use 16 or 64 tokens"):
+    with pytest.raises(SpecError, match=r"is not supported; use 8 or 16 or 64 tokens"):
         namespace(block_size=block_size)
-    with pytest.raises(SpecError, match=r"use 16 or 64 tokens"):
+    with pytest.raises(SpecError, match=r"use 8 or 16 or 64 tokens"):
         usable_blocks(100, block_size)
 
 

@@ -18,7 +18,7 @@ from fabrics import Channel, FabricError, Frame, Outgoing, Sink
 from fabrics.errors import ChannelClosed, FrameError
 from hypercache import protocol
 from hypercache.errors import HyperCacheError, ProtocolError, SpecError, StoreFull, TooLarge
-from hypercache.keys import HASH_VERSION
+from hypercache.keys import BLOCK_SIZES, HASH_VERSION
 from hypercache.protocol import ErrorCode, Op
 from hypercache.server.streams import FetchStream, PutSink, StoreStream
 from hypercache.store import BlockStore, Namespace, NamespaceInfo
@@ -302,8 +302,9 @@ class Session:
             raise _Refusal(
                 ErrorCode.CODEC, f"codec {message.codec[:32]!r} is unknown; known: {protocol.CODECS}"
             )
-        if message.block_size not in (16, 64):
-            raise _Refusal(ErrorCode.SPEC, f"block size {message.block_size} is not one of 16, 64 tokens")
+        if message.block_size not in BLOCK_SIZES:
+            allowed = " or ".join(map(str, BLOCK_SIZES))
+            raise _Refusal(ErrorCode.SPEC, f"block size {message.block_size} is not {allowed} tokens")
         chunks = message.chunk_nbytes
         if not 0 < len(chunks) <= protocol.MAX_LAYERS:
             raise _Refusal(ErrorCode.SPEC, f"{len(chunks)} layers, allowed are 1..{protocol.MAX_LAYERS}")
