@@ -1,4 +1,4 @@
-"""Trains the model of the two-hop task: Llama, 4 layers, 0.6 million parameters, within an hour on one core."""
+"""Trains the model of the two-hop task: Llama, 4 layers, 0.6 million parameters, an hour on one core."""
 
 from __future__ import annotations
 

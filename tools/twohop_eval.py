@@ -1,0 +1,132 @@
+"""What reuse does to the answers: documents computed each behind START alone, then put one behind another."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import numpy as np
+import twohop_task as task
+from rich.console import Console
+from rich.table import Table
+from twohop_task import Prompt
+from twohop_train import summary
+
+from hypercache import rope
+from hypercache.blend import POLICIES, Blend, Blended, Layered, Policy, Reused, run
+from hypercache.kv import KVBuffers
+
+RATIOS = (0.05, 0.15, 0.3)
+
+
+@dataclass
+class Row:
+    """Answers of one way to make the K/V of the documents."""
+
+    way: str
+    settings: Blend | None = None  # None: full prefill
+    rotated: bool = True
+    right: dict[str, list[bool]] = field(default_factory=lambda: {kind: [] for kind in task.KINDS})
+    recomputed: list[int] = field(default_factory=list)
+    saved: list[float] = field(default_factory=list)
+
+    def figures(self) -> dict[str, Any]:
+        """Accuracy, of ``all`` and by kind, and means: tokens ``recomputed``, share of FLOPs ``saved``."""
+        means = {"recomputed": float(np.mean(self.recomputed)), "flops_saved": float(np.mean(self.saved))}
+        ratio = self.settings.ratio if self.settings else None
+        return {"way": self.way, "ratio": ratio, **summary(self.right), **means}
+
+
+def rows(selector: Policy | None) -> list[Row]:
+    """All ways: full prefill, as they come, rotated, and every policy at every ratio."""
+    policies = [*POLICIES.values(), *([selector] if selector else [])]
+    blends = [Row(policy.name, Blend(ratio, policy)) for policy in policies for ratio in RATIOS]
+    return [Row("full"), Row("naive", Blend(0.0), rotated=False), Row("rotated", Blend(0.0)), *blends]
+
+
+def evaluate(
+    engine: Layered,
+    count: int,
+    seed: int,
+    ways: Sequence[Row],
+    tick: Callable[[], object] = lambda: None,
+) -> list[dict[str, Any]]:
+    """Figures of each of ``ways`` over ``count`` prompts, ``tick`` after each. The questions of one prompt are
+    answered in one run, each with the right answers of those before it in view."""
+    random = Random(seed)
+    for _ in range(count):
+        prompt = task.prompt(random)
+        stitched = {rotated: stitch(engine, prompt, rotated) for rotated in (False, True)}
+        for row in ways:
+            _answer(engine, prompt, row, stitched[row.rotated])
+        tick()
+    return [row.figures() for row in ways]
+
+
+def _answer(engine: Layered, prompt: Prompt, row: Row, stitched: KVBuffers) -> None:
+    spans = [Reused(*document) for document in prompt.documents]
+    kv = KVBuffers.allocate(engine.spec, len(prompt.ids))
+    if row.settings is None:
+        blended = run(engine, prompt.ids, kv, 0, [], Blend(0.0))
+    else:
+        copy(stitched, kv)
+        blended = run(engine, prompt.ids, kv, 1, spans, row.settings)
+    for (position, kind), said in zip(prompt.questions, answers(engine, blended, prompt), strict=True):
+        row.right[kind].append(said == prompt.labels[position])
+    row.recomputed.append(blended.report.recomputed)
+    row.saved.append(blended.report.flops_saved)
+
+
+def answers(engine: Layered, blended: Blended, prompt: Prompt) -> list[int]:
+    """The likeliest token behind the key of each question."""
+    asked = np.searchsorted(blended.positions, [position for position, _ in prompt.questions])
+    said: list[int] = engine.logits(blended.hidden[asked]).argmax(axis=-1).tolist()
+    return said
+
+
+def stitch(engine: Layered, prompt: Prompt, rotated: bool) -> KVBuffers:
+    """K/V of a prompt with room for the questions: START exact, each document computed behind START alone and
+    put to its place, with its keys turned to it where ``rotated``."""
+    whole = KVBuffers.allocate(engine.spec, len(prompt.ids))
+    for start, stop in prompt.documents:
+        ids = [task.START, *prompt.ids[start:stop]]
+        alone = KVBuffers.allocate(engine.spec, len(ids))
+        run(engine, ids, alone, 0, [], Blend(0.0))
+        copy(alone.window(0, 1), whole.window(0, 1))
+        part = whole.window(start, stop)
+        copy(alone.window(1, len(ids)), part)
+        for layer in range(engine.spec.num_layers if rotated else 0):
+            turn = rope.turn(engine.spec.groups[0].rope, start - 1)
+            rope.rerotate(engine.spec.layout(layer), part.layer(layer), turn)
+    return whole
+
+
+def copy(source: KVBuffers, target: KVBuffers) -> None:
+    """The first tokens of ``target`` become those of ``source``."""
+    for layer in range(source.spec.num_layers):
+        for old, new in zip(source.layer(layer), target.layer(layer), strict=True):
+            new[:, : source.tokens] = old
+
+
+def show(found: Sequence[dict[str, Any]], console: Console) -> None:
+    """A table of :func:`evaluate`'s figures."""
+    table = Table("", box=None, pad_edge=False)
+    for heading in ("all", *task.KINDS, "tokens recomputed", "FLOPs saved"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for row in found:
+        table.add_row(_name(row), *_cells(row))
+    console.print(table)
+    console.print("  accuracy; FLOPs saved: of the whole prompt's, probing counted")
+
+
+def _name(row: dict[str, Any]) -> str:
+    return f"{row['way']} {row['ratio']:.0%}" if row["ratio"] else row["way"]
+
+
+def _cells(row: dict[str, Any]) -> Iterator[str]:
+    for kind in ("all", *task.KINDS):
+        yield f"{row[kind]:.1%}" if kind in row else "n/a"
+    yield f"{row['recomputed']:.1f}"
+    yield f"{row['flops_saved']:.1%}"
