@@ -7,7 +7,7 @@ of :class:`Policy`; :data:`POLICIES` are those with names.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -114,45 +114,9 @@ class Random:
         return np.random.Generator(np.random.PCG64(self.seed)).random(len(seen.positions))
 
 
-@dataclass(frozen=True, slots=True)
-class Linear:
-    """A weighted sum of standardised features: ``((features - mean) / scale) @ weights``.
-
-    features: names that :func:`feature` knows. mean, scale, weights: one number a feature.
-    """
-
-    features: tuple[str, ...]
-    mean: tuple[float, ...]
-    scale: tuple[float, ...]
-    weights: tuple[float, ...]
-    name: str = "linear"
-
-    def __post_init__(self) -> None:
-        for field in ("mean", "scale", "weights"):
-            numbers = getattr(self, field)
-            if len(numbers) != len(self.features) or not np.all(np.isfinite(numbers)):
-                raise SpecError(
-                    f"Linear.{field}: needs {len(self.features)} finite numbers, one a feature, got {numbers}"
-                )
-        if not all(self.scale):
-            raise SpecError("Linear.scale: 0 is no scale; leave out features that never vary")
-        for name in self.features:
-            _parse(name)
-
-    @property
-    def probes(self) -> bool:
-        return True
-
-    @property
-    def mass_layers(self) -> tuple[int, ...]:
-        parsed = map(_parse, self.features)
-        return tuple(sorted({numbers[0] for kind, numbers in parsed if kind == "mass"}))
-
-    def scores(self, seen: Seen) -> Array:
-        out = np.zeros(len(seen.positions))
-        for name, mean, scale, weight in zip(self.features, self.mean, self.scale, self.weights, strict=True):
-            out += (feature(seen, name) - mean) / scale * weight
-        return out
+def mass_layers(features: Sequence[str]) -> tuple[int, ...]:
+    """The layers whose :attr:`Seen.mass` they need, ascending. Raises SpecError for what is no feature."""
+    return tuple(sorted({numbers[0] for kind, numbers in map(_parse, features) if kind == "mass"}))
 
 
 def feature(seen: Seen, name: str) -> Array:
