@@ -53,7 +53,7 @@ def evaluate(
     ways: Sequence[Row],
     tick: Callable[[], object] = lambda: None,
 ) -> list[dict[str, Any]]:
-    """Figures of each of ``ways`` over ``count`` prompts, ``tick`` after each. The questions of one prompt are
+    """Figures of each of ``ways`` over ``count`` prompts, ``tick`` after each. The questions of one are
     answered in one run, each with the right answers of those before it in view."""
     random = Random(seed)
     for _ in range(count):
