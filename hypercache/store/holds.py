@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -27,13 +27,13 @@ class Skip:
 
 
 class Hold:
-    """Keeps ``held_block`` and its prefix in place while open, and beyond that while pinned."""
+    """Keeps ``held_blocks`` and their prefixes in place while open, and beyond that while pinned."""
 
-    __slots__ = ("ended", "held_block", "owner", "pins")
+    __slots__ = ("ended", "held_blocks", "owner", "pins")
 
-    def __init__(self, owner: Hashable, block: Block | None) -> None:
+    def __init__(self, owner: Hashable, blocks: tuple[Block, ...]) -> None:
         self.owner = owner
-        self.held_block = block  # None: holds nothing (any more)
+        self.held_blocks = blocks  # of one namespace; empty: holds nothing (any more)
         self.pins = 0
         self.ended = ""  # why; empty while open
 
@@ -43,16 +43,19 @@ class Hold:
 
 
 class Lease(Hold):
-    """A counted, time-limited hold on ``blocks``, a chain. ``expires`` is in the clock of ``now``.
+    """A counted, time-limited hold on ``blocks``: one chain after the other, ``counts`` of each.
 
-    Read only while ``open``, or while you have it pinned.
+    ``expires`` is in the clock of ``now``. Read only while ``open``, or while you have it pinned.
     """
 
-    __slots__ = ("blocks", "expires", "id")
+    __slots__ = ("blocks", "counts", "expires", "id")
 
-    def __init__(self, owner: Hashable, blocks: list[Block], lease_id: int, expires: float) -> None:
-        super().__init__(owner, blocks[-1] if blocks else None)
-        self.blocks = blocks
+    def __init__(
+        self, owner: Hashable, chains: Sequence[Sequence[Block]], lease_id: int, expires: float
+    ) -> None:
+        super().__init__(owner, tuple(chain[-1] for chain in chains if chain))
+        self.blocks = [block for chain in chains for block in chain]
+        self.counts = tuple(map(len, chains))
         self.id = lease_id
         self.expires = expires
 
@@ -64,12 +67,14 @@ Chunk = Callable[["Reservation", int], memoryview]
 
 
 class Batch:
-    """The reservations of one call. They stall together: while one is written, the others wait."""
+    """The reservations of one call. They stall together: while one is written, the others wait. ``chunk``
+    gives their memory."""
 
-    __slots__ = ("open", "progress")
+    __slots__ = ("chunk", "open", "progress")
 
-    def __init__(self, now: float) -> None:
+    def __init__(self, now: float, chunk: Chunk) -> None:
         self.progress = now
+        self.chunk = chunk
         self.open: dict[Reservation, None] = {}
 
 
@@ -79,14 +84,13 @@ class Reservation(Hold):
     It takes no memory until the first :meth:`chunk` or ``BlockStore.pin``: a promise to write evicts nothing.
     """
 
-    __slots__ = ("_chunk", "batch", "block", "filled")
+    __slots__ = ("batch", "block", "filled")
 
-    def __init__(self, owner: Hashable, block: Block, batch: Batch, chunk: Chunk) -> None:
-        super().__init__(owner, block)
+    def __init__(self, owner: Hashable, block: Block, batch: Batch) -> None:
+        super().__init__(owner, (block,))
         self.block = block
         self.batch = batch
         self.filled = 0
-        self._chunk = chunk
 
     @property
     def digest(self) -> bytes:
@@ -102,7 +106,7 @@ class Reservation(Hold):
 
         Raises HoldEnded, SpecError, and StoreFull like ``BlockStore.pin``.
         """
-        return self._chunk(self, layer)
+        return self.batch.chunk(self, layer)
 
     def __repr__(self) -> str:
         return f"<reservation {self.digest.hex()[:12]} pins={self.pins} {self.ended or 'open'}>"

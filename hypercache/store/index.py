@@ -28,11 +28,12 @@ FREED: Final = 4
 class Tree:
     """The blocks of one namespace in one epoch. Clearing a namespace puts a new tree in its place."""
 
-    __slots__ = ("blocks", "busy", "committed", "live", "space")
+    __slots__ = ("blocks", "busy", "committed", "live", "space", "windows")
 
     def __init__(self, space: Namespace) -> None:
         self.space = space
         self.blocks: dict[bytes, Block] = {}
+        self.windows: dict[int, Block] = {}  # by fingerprint, the newest: see modular.py
         self.committed = 0  # blocks, visible while live
         self.busy = 0  # leases and open reservations
         self.live = True
@@ -54,17 +55,35 @@ class Tree:
             before = block
         return found
 
+    def chain(self, tail: bytes, count: int) -> list[Block]:
+        """The ``count`` blocks that end with ``tail``, first to last; none if they are not all there."""
+        node = self.blocks.get(tail)
+        if node is None or node.state != COMMITTED or count > node.depth + 1:
+            return []
+        found: list[Block] = []
+        while node is not None and len(found) < count:
+            found.append(node)
+            node = node.parent
+        return found[::-1]
+
 
 class Block:
     """Node of the tree and owner of one slot, which it gets when its first bytes come: ``slot`` is -1 before,
-    and ``slab`` one that is nowhere. ``crcs[layer]`` is the checksum given at store (uint32)."""
+    and ``slab`` one that is nowhere. ``crcs[layer]`` is the checksum given at store (uint32); ``depth``
+    blocks stand before it in its prompt. ``fingerprint`` and ``modular`` (16 bytes) are its writer's mark, 0
+    and b"" without one; ``newer`` and ``older`` link it while the modular index has it."""
 
     __slots__ = (
         "child",
         "crcs",
+        "depth",
         "digest",
+        "fingerprint",
         "held",
+        "modular",
+        "newer",
         "next",
+        "older",
         "parent",
         "previous",
         "queued",
@@ -76,7 +95,7 @@ class Block:
         "writer",
     )
 
-    def __init__(self, digest: bytes, tree: Tree, nowhere: Slab[Block]) -> None:
+    def __init__(self, digest: bytes, tree: Tree, nowhere: Slab[Block], mark: bytes) -> None:
         self.digest = digest
         self.tree = tree
         self.slab = nowhere
@@ -91,6 +110,15 @@ class Block:
         self.child: Block | None = None  # the first; the others follow by ``next``
         self.next: Block | None = None
         self.previous: Block | None = None
+        self.depth = 0
+        self.newer: Block | None = None
+        self.older: Block | None = None
+        self.mark(mark)
+
+    def mark(self, mark: bytes) -> None:
+        """What it shall be found by out of context: 24 bytes, or none. Not while it is visible."""
+        self.fingerprint = int.from_bytes(mark[:8], "little")
+        self.modular = mark[8:]
 
     @property
     def placed(self) -> bool:
@@ -99,6 +127,11 @@ class Block:
     @property
     def evictable(self) -> bool:
         return self.state == COMMITTED and self.child is None and self.held == 0
+
+    @property
+    def context(self) -> bytes:
+        """Digest of the block that it was computed behind; b"" at the start of a prompt."""
+        return b"" if self.parent is None else self.parent.digest
 
     @property
     def hidden(self) -> bool:
@@ -115,6 +148,7 @@ def attach(block: Block, parent: Block | None) -> None:
     block.parent = parent
     if parent is None:
         return
+    block.depth = parent.depth + 1
     block.next = parent.child
     if parent.child is not None:
         parent.child.previous = block

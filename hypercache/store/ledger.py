@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from itertools import islice
 
-from hypercache.store.holds import Batch, Chunk, Hold, Lease, Reservation
+from hypercache.store.holds import Batch, Hold, Lease, Reservation
 from hypercache.store.index import Block, hold
 from hypercache.store.room import Room
 
@@ -38,28 +38,28 @@ class Ledger:
     def reservations_open(self) -> int:
         return sum(len(batch.open) for batch in self._batches)
 
-    def lease(self, owner: Hashable, blocks: list[Block], expires: float) -> Lease:
-        """Hold a chain, by its last block. An empty chain gives a lease that has ended."""
-        lease = Lease(owner, blocks, self._next_lease, expires)
+    def lease(self, owner: Hashable, chains: Sequence[Sequence[Block]], expires: float) -> Lease:
+        """Hold each chain, by its last block. Without any block the lease has ended."""
+        lease = Lease(owner, chains, self._next_lease, expires)
         self._next_lease += 1
-        if not blocks:
+        if not lease.blocks:
             lease.ended = "nothing was found"
             return lease
         self._leases[lease.id] = lease
         # Ids, not leases: a lease released early must not keep its list of blocks alive until it expires.
         heapq.heappush(self._expiry, (expires, lease.id))
-        self._take(lease, blocks[-1])
+        self._take(lease)
         return lease
 
-    def reservation(self, owner: Hashable, block: Block, batch: Batch, chunk: Chunk) -> Reservation:
+    def reservation(self, owner: Hashable, block: Block, batch: Batch) -> Reservation:
         """Make ``owner`` the writer of a pending block."""
-        reservation = Reservation(owner, block, batch, chunk)
+        reservation = Reservation(owner, block, batch)
         count, nbytes = self._writing.get(owner, (0, 0))
         self._writing[owner] = count + 1, nbytes + reservation.nbytes
         block.writer = reservation
         batch.open[reservation] = None
         self._batches[batch] = None
-        self._take(reservation, block)
+        self._take(reservation)
         return reservation
 
     def may_reserve(self, owner: Hashable, nbytes: int) -> bool:
@@ -69,10 +69,11 @@ class Ledger:
         share = self._room.arena.nbytes // OWNER_SHARE
         return not count or (count < OWNER_RESERVATIONS and open_nbytes + nbytes <= share)
 
-    def _take(self, held: Lease | Reservation, block: Block) -> None:
+    def _take(self, held: Lease | Reservation) -> None:
         self._owned.setdefault(held.owner, {})[held] = None
-        block.tree.busy += 1
-        hold(block)
+        held.held_blocks[0].tree.busy += 1
+        for block in held.held_blocks:
+            hold(block)
 
     def end(self, held: Hold, why: str) -> None:
         """End a hold. Changes nothing if it has ended already."""
@@ -97,11 +98,11 @@ class Ledger:
 
     def let_go(self, held: Hold) -> None:
         """Free what ``held`` kept, if it has ended and nothing is pinned."""
-        block = held.held_block
-        if held.ended and not held.pins and block is not None:
-            held.held_block = None
-            block.tree.busy -= 1
-            self._room.drop_hold(block)
+        if held.ended and not held.pins and held.held_blocks:
+            blocks, held.held_blocks = held.held_blocks, ()
+            blocks[0].tree.busy -= 1
+            for block in blocks:
+                self._room.drop_hold(block)
 
     def owned_by(self, owner: Hashable) -> list[Hold]:
         return list(self._owned.get(owner, ()))

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import heapq
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Generic, Protocol, TypeVar
 
 
@@ -68,6 +68,8 @@ class Climbs:
 
     __slots__ = ("_policy", "_waiting")
 
+    STEPS = 256  # ancestors raised in one call of :meth:`use`
+
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
         self._waiting: dict[Linked, float] = {}  # next to raise, and to what
@@ -75,11 +77,19 @@ class Climbs:
     def __len__(self) -> int:
         return len(self._waiting)
 
-    def start(self, block: Linked, now: float) -> None:
-        """``block`` was used at ``now``: what it hangs on was used in the same second."""
-        above = block.parent
-        if above is not None and above.rank < math.floor(now):
-            self._waiting[above] = now
+    def use(self, chains: Iterable[Sequence[Linked]], now: float) -> None:
+        """Chains, parent -> child, were stored or found at ``now``."""
+        for chain in chains:
+            self.note(chain, now)
+        self.go(self.STEPS)
+
+    def note(self, chain: Sequence[Linked], now: float) -> None:
+        """The same of one chain; its ancestors wait for the next :meth:`go`."""
+        if chain:
+            self._policy.use(chain, now)
+            above = chain[0].parent
+            if above is not None and above.rank < math.floor(now):
+                self._waiting[above] = now
 
     def go(self, steps: int) -> None:
         """Raise up to ``steps`` blocks."""

@@ -19,6 +19,7 @@ from hypercache.store.index import (
     subtree,
     unhold,
 )
+from hypercache.store.modular import Sieve, enter, leave
 from hypercache.store.policy import ColdQueue
 
 BLOCK_OVERHEAD = 768  # index bytes charged per block ...
@@ -43,7 +44,8 @@ class Room:
 
     def __init__(self, arena: Arena[Block], index_capacity: int) -> None:
         self.arena = arena
-        self.index_capacity = index_capacity
+        self.sieve = Sieve(index_capacity // index_nbytes(1))
+        self.index_capacity = index_capacity - self.sieve.nbytes
         self.index_used = 0
         self.blocks = 0  # in any state
         self.visible = 0
@@ -80,7 +82,7 @@ class Room:
                 return False
         return True
 
-    def claim(self, tree: Tree, digest: bytes) -> Block | None:
+    def claim(self, tree: Tree, digest: bytes, mark: bytes) -> Block | None:
         """A new pending block, not yet in the tree, and without a slot: nothing has come for it, so no stored
         bytes go for it. None: the index has no room, and everything in it is held."""
         charge = index_nbytes(tree.space.layers)
@@ -88,7 +90,7 @@ class Room:
             return None
         self.index_used += charge
         self.blocks += 1
-        return Block(digest, tree, self._nowhere)
+        return Block(digest, tree, self._nowhere, mark)
 
     def place(self, block: Block) -> bool:
         """Give a held block its slot, whatever has to go for it. False: everything left is held."""
@@ -121,6 +123,7 @@ class Room:
         ready = [block]
         for node in ready:
             node.state = COMMITTED
+            enter(node, self.sieve)
             node.tree.committed += 1
             self.visible += 1
             self.visible_nbytes += node.tree.space.nbytes
@@ -182,6 +185,7 @@ class Room:
 
     def _hide(self, block: Block) -> int:
         tree = block.tree
+        leave(block, self.sieve)
         tree.committed -= 1
         if not tree.live:
             return 0

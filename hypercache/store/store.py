@@ -11,20 +11,25 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 
+import numpy as np
+import numpy.typing as npt
+
 from hypercache.errors import ConfigError, HyperCacheError, SpecError, StoreFull
 from hypercache.store.arena import MAX_CAPACITY, MIN_CAPACITY, Arena, region_nbytes
-from hypercache.store.holds import Batch, HoldEnded, Lease, Reason, Reservation, Skip
-from hypercache.store.index import COMMITTED, DOOMED, FREED, Block, Tree, attach, detach, hold
+from hypercache.store.holds import HoldEnded, Lease, Reason, Reservation, Skip
+from hypercache.store.index import COMMITTED, DOOMED, FREED, Block, Tree
 from hypercache.store.ledger import Ledger
+from hypercache.store.modular import MARK_NBYTES, Located, find
 from hypercache.store.namespace import Namespace, NamespaceInfo
 from hypercache.store.policy import Climbs, Lru, Policy
+from hypercache.store.promises import Promises
 from hypercache.store.room import Room
 from hypercache.store.stats import StoreStats
 
 INDEX_SHARE = 32  # 1/32 of the capacity is kept for the index: enough for blocks of 32 KiB and more
+CHAIN_BLOCKS = 1 << 17  # of a lease: a chain is short to ask for, however long it is
 _SWEEP_STEPS = 1024  # cleared blocks freed per sweep: a few milliseconds
 _SWEEP_STALLED = 2048  # stalled writers ended per sweep; one in another's way is replaced at once
-_CLIMB_STEPS = 256  # ancestors raised per call
 
 
 class BlockStore:
@@ -54,12 +59,12 @@ class BlockStore:
         self.max_namespaces = max_namespaces
         self.lease_limit_s = lease_limit_s
         self.store_stall_s = store_stall_s
-        self._policy: Policy = policy or Lru()
-        self._climbs = Climbs(self._policy)
+        self._climbs = Climbs(policy or Lru())
         self._arena: Arena[Block] = Arena(capacity - capacity // INDEX_SHARE, region_nbytes(capacity))
         self._room = Room(self._arena, capacity - self._arena.nbytes)
         self._trees = self._room.trees
         self._ledger = Ledger(self._room)
+        self._promises = Promises(self._room, self._ledger, self._climbs, store_stall_s)
         self._removed = 0
 
     # -- namespaces
@@ -104,7 +109,12 @@ class BlockStore:
     def match(self, ns: Namespace, digests: Sequence[bytes], now: float) -> int:
         """How many blocks of the chain ``digests`` are stored, counted from the first. Counts as a use, holds
         nothing: they may be gone when you fetch them."""
-        return len(self._use(ns, digests, now))
+        tree = self._tree(ns)
+        if tree is None:
+            return 0
+        found = tree.run(digests)
+        self._use(tree, [found], now)
+        return len(found)
 
     def contains(self, ns: Namespace, digests: Sequence[bytes]) -> list[bool]:
         """Which blocks are stored, each on its own. No use, no hold."""
@@ -119,17 +129,66 @@ class BlockStore:
         tree = self._tree(ns)
         return 0 if tree is None else tree.committed
 
-    def lease(
-        self, ns: Namespace, digests: Sequence[bytes], owner: Hashable, ttl_s: float, now: float
-    ) -> Lease:
-        """Hold the stored run from ``digests[0]`` on for ``ttl_s`` seconds, at most ``lease_limit_s``.
+    def locate(
+        self,
+        ns: Namespace,
+        digests: Sequence[bytes],
+        first: int,
+        fingerprints: npt.NDArray[np.uint64],
+        least: int,
+        now: float,
+    ) -> Located:
+        """What is stored of a prompt: the causal run of ``digests`` as :meth:`match` counts it, and behind it
+        runs of at least ``least`` blocks that were stored at whatever token, behind whatever else.
 
-        ``Lease.blocks`` may be shorter than asked, and empty. Raises ConfigError for a ttl that is not > 0.
+        ``fingerprints[i]`` is that of the window at token ``first + i``; 0: do not look there. Counts as a
+        use of what is returned, holds nothing. The work is bounded, whatever the fingerprints are: see
+        ``Located.complete``. Raises SpecError for arguments of another kind.
+        """
+        if getattr(fingerprints, "dtype", None) != np.uint64 or fingerprints.ndim != 1:
+            raise SpecError("locate: fingerprints must be a flat array of uint64; see hypercache.fingerprint")
+        if first < 0 or least < 1:
+            raise SpecError(f"locate: first={first}, least={least}; need first >= 0 and least >= 1")
+        tree = self._tree(ns)
+        if tree is None:
+            return Located(0, [])
+        causal = tree.run(digests)
+        start = len(causal) * ns.info.block_size
+        runs, complete = find(tree, self._room.sieve, first, fingerprints, start, least)
+        self._use(tree, [causal, *(run.blocks for run in runs)], now)
+        return Located(len(causal), runs, complete)
+
+    def lease(
+        self,
+        ns: Namespace,
+        digests: Sequence[bytes],
+        owner: Hashable,
+        ttl_s: float,
+        now: float,
+        chains: Sequence[tuple[bytes, int]] = (),
+    ) -> Lease:
+        """Hold the stored run from ``digests[0]`` on for ``ttl_s`` seconds, at most ``lease_limit_s``; and
+        each of ``chains``: the digest of its last block, and how many blocks it has, counted back from that.
+
+        ``Lease.counts`` says what is held: of the run, which may be shorter than asked, and of each chain,
+        all of it or 0. Raises ConfigError for a ttl that is not > 0, SpecError for malformed chains, or if
+        they have more than 131,072 blocks together.
         """
         if not ttl_s > 0:
             raise ConfigError(f"lease ttl_s={ttl_s!r}: need a number of seconds > 0")
-        blocks = self._use(ns, digests, now)
-        return self._ledger.lease(owner, blocks, now + min(ttl_s, self.lease_limit_s))
+        for tail, count in chains:
+            if type(tail) is not bytes or type(count) is not int or count < 1:
+                raise SpecError("lease: a chain is the digest of its last block and a number of blocks >= 1")
+        if sum(count for _, count in chains) > CHAIN_BLOCKS:
+            raise SpecError(
+                f"lease: more than {CHAIN_BLOCKS} blocks in chains; ask for them in several leases"
+            )
+        tree = self._tree(ns)
+        held: list[list[Block]] = [[] for _ in range(1 + len(chains))]
+        if tree is not None:
+            held = [tree.run(digests), *(tree.chain(tail, count) for tail, count in chains)]
+            self._use(tree, held, now)
+        return self._ledger.lease(owner, held, now + min(ttl_s, self.lease_limit_s))
 
     def release(self, lease: Lease) -> None:
         """End a lease: its own hold and no other. Doing it again changes nothing."""
@@ -145,31 +204,38 @@ class BlockStore:
         first, end = block.tree.space.span(layer)
         return self._arena.readonly(block.slab, block.slot, first, end)
 
-    def _use(self, ns: Namespace, digests: Sequence[bytes], now: float) -> list[Block]:
-        tree = self._tree(ns)
-        blocks = [] if tree is None else tree.run(digests)
-        if tree is not None and blocks:
+    def _use(self, tree: Tree, chains: Sequence[Sequence[Block]], now: float) -> None:
+        if any(chains):
             self._used_last(tree)
-            self._policy.use(blocks, now)
-            self._climbs.start(blocks[0], now)
-            self._climbs.go(_CLIMB_STEPS)
-        return blocks
+            self._climbs.use(chains, now)
 
     # -- writing
 
     def reserve(
-        self, ns: Namespace, parent: bytes | None, digests: Sequence[bytes], owner: Hashable, now: float
+        self,
+        ns: Namespace,
+        parent: bytes | None,
+        digests: Sequence[bytes],
+        owner: Hashable,
+        now: float,
+        marks: Sequence[bytes] = (),
     ) -> list[Reservation | Skip]:
         """The right to write the chain ``parent`` -> ``digests[0]`` -> ...; ``parent`` None: a prompt begins
         here. One entry per digest, in order.
 
-        Memory is taken when bytes come (:meth:`pin`): only the index may have to evict now. An owner's open
-        reservations are at most half of the arena (or one block) and 8,192. Raises SpecError for malformed
-        digests, before anything is reserved.
+        marks: 24 bytes a digest, by which :meth:`locate` finds the block (see :mod:`hypercache.fingerprint`);
+        without one it is found causally alone. Memory is taken when bytes come (:meth:`pin`): only the index
+        may have to evict now. An owner's open reservations are at most half of the arena (or one block) and
+        8,192. Raises SpecError for malformed digests or marks, before anything is reserved.
         """
         for digest in (*digests, *(() if parent is None else (parent,))):
             if type(digest) is not bytes or not 16 <= len(digest) <= 64:
                 raise SpecError("a block digest must be 16..64 bytes; see hypercache.keys")
+        marks = marks or [b""] * len(digests)
+        if len(marks) != len(digests):
+            raise SpecError(f"{len(marks)} marks for {len(digests)} digests; give one for each, or none")
+        if not all(type(mark) is bytes and len(mark) in (0, MARK_NBYTES) for mark in marks):
+            raise SpecError(f"a mark must be {MARK_NBYTES} bytes; see hypercache.fingerprint.marks")
         self._ledger.expire(now)
         tree = self._tree(ns)
         before = None if parent is None or tree is None else tree.blocks.get(parent)
@@ -183,90 +249,12 @@ class BlockStore:
                 return [Skip(reason or "full")] * len(digests)
         self._used_last(tree)
         tree.busy += 1  # or it could go while others make room for it
-        out = self._reserve(tree, before, digests, reason, owner, now)
+        chain = list(zip(digests, marks, strict=True))
+        out = self._promises.reserve(tree, before, chain, reason, owner, now, self._writable)
         tree.busy -= 1
         if not tree.blocks and not tree.busy:
             self._room.uproot(tree)
         return out
-
-    def _reserve(
-        self,
-        tree: Tree,
-        before: Block | None,
-        digests: Sequence[bytes],
-        reason: Reason | None,
-        owner: Hashable,
-        now: float,
-    ) -> list[Reservation | Skip]:
-        batch = Batch(now)
-        if before is not None:
-            self._policy.use((before,), now)
-            self._climbs.start(before, now)
-            self._climbs.go(_CLIMB_STEPS)
-        out: list[Reservation | Skip] = []
-        for digest in digests:
-            block = tree.blocks.get(digest)
-            if block is not None:
-                self._policy.use((block,), now)
-                self._climbs.start(block, now)
-                entry = self._rewrite(block, batch, owner, now)
-                before, reason = tree.blocks[digest], None
-            elif reason is not None:
-                entry = Skip(reason)
-            else:
-                entry = self._write(tree, digest, before, batch, owner, now)
-                if isinstance(entry, Reservation):
-                    before = entry.block
-                else:
-                    reason = entry.reason
-            out.append(entry)
-        return out
-
-    def _write(
-        self, tree: Tree, digest: bytes, before: Block | None, batch: Batch, owner: Hashable, now: float
-    ) -> Reservation | Skip:
-        if before is not None:
-            hold(before)  # or making room could take the very prefix
-        entry: Reservation | Skip = Skip("full")
-        block = self._room.claim(tree, digest) if self._ledger.may_reserve(owner, tree.space.nbytes) else None
-        if block is not None:
-            attach(block, before)
-            tree.blocks[digest] = block
-            self._policy.use((block,), now)
-            entry = self._ledger.reservation(owner, block, batch, self._writable)
-        if before is not None:
-            self._room.drop_hold(before)
-        return entry
-
-    def _rewrite(self, old: Block, batch: Batch, owner: Hashable, now: float) -> Reservation | Skip:
-        """A digest that is known already: skip it, or take it over from a writer that stalled."""
-        writer = old.writer
-        if writer is None:
-            return Skip("exists" if old.state == COMMITTED else "pending")
-        if now - writer.batch.progress < self.store_stall_s:
-            return Skip("pending")
-        if not self._ledger.may_reserve(owner, old.tree.space.nbytes):
-            return Skip("full")
-        block = old
-        if writer.pins:  # someone may still write into the old slot: leave it to them, take another
-            found = self._room.claim(old.tree, old.digest)
-            if found is None:
-                return Skip("full")
-            block = found
-            attach(block, old.parent)
-            old.tree.blocks[old.digest] = block
-            self._policy.use((block,), now)
-        entry = self._ledger.reservation(owner, block, batch, self._writable)
-        while block is not old and old.child is not None:
-            child = old.child
-            detach(child)
-            attach(child, block)
-        if block is not old:
-            old.writer = None
-            old.state = DOOMED
-        self._ledger.stalled += 1
-        self._ledger.end(writer, "taken over: the writer had stalled")
-        return entry
 
     def fill(self, reservation: Reservation, layer: int, crc: int, now: float) -> bool:
         """The chunk of ``layer`` is in place and matches ``crc`` (uint32; the caller has verified that).

@@ -85,7 +85,7 @@ def live_blocks(store: BlockStore) -> list[Block]:
     for tree in (*store._trees.values(), *store._room._dead):
         found |= dict.fromkeys(tree.blocks.values())
     for mine in store._ledger._owned.values():
-        found |= dict.fromkeys(held.held_block for held in mine if held.held_block is not None)
+        found |= dict.fromkeys(block for held in mine for block in held.held_blocks)
     for block in list(found):
         while block.parent is not None:
             block = block.parent
@@ -117,7 +117,7 @@ def audit(store: BlockStore, pinned: Iterable[Lease | Reservation] = ()) -> None
     assert stats.bytes_stored == sum(b.tree.space.nbytes for b in visible) <= stats.bytes_used
     children = Counter(id(b.parent) for b in blocks)
     held_children = Counter(id(b.parent) for b in blocks if b.held)
-    own = Counter(id(h.held_block) for mine in store._ledger._owned.values() for h in mine)
+    own = Counter(id(b) for mine in store._ledger._owned.values() for h in mine for b in h.held_blocks)
     assert room._nowhere.held == sum(not b.placed and b.held > 0 for b in blocks)
     for block in blocks:
         assert block.state != FREED
@@ -134,7 +134,7 @@ def audit(store: BlockStore, pinned: Iterable[Lease | Reservation] = ()) -> None
             linked, child = linked + 1, child.next
         assert linked == children[id(block)]
         # Holds: its held children's, its own, one while it waits, and ended ones that ``pinned`` keeps.
-        kept = sum(h.held_block is block and not h.open for h in pinned)
+        kept = sum(b is block for h in pinned if not h.open for b in h.held_blocks)
         assert block.held == held_children[id(block)] + own[id(block)] + (block.state == COMPLETE) + kept
         assert (block.writer is not None) == (block.state == PENDING)
         if block.state == COMMITTED and block.evictable:
