@@ -5,14 +5,13 @@ from __future__ import annotations
 from hypercache.blend.engine import Layered, run
 from hypercache.blend.flops import Shape
 from hypercache.blend.plan import Blend, Blended, Report, Reused
-from hypercache.blend.policies import POLICIES, Linear, Policy, Seen
+from hypercache.blend.policies import POLICIES, Policy, Seen
 
 __all__ = [
     "POLICIES",
     "Blend",
     "Blended",
     "Layered",
-    "Linear",
     "Policy",
     "Report",
     "Reused",

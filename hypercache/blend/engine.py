@@ -74,7 +74,7 @@ def run(
     settings: Blend,
     layer_ready: Callable[[int], object] | None = None,
 ) -> Blended:
-    """Run the prompt ``ids`` and leave its K/V in ``kv``.
+    """Run the prompt ``ids`` and leave its K/V in ``kv``, which knows how far they are exact.
 
     exact: leading tokens whose K/V in ``kv`` are exact. reused: see :class:`Reused`; every other token is
         missing and computed in all layers, the last one always.
@@ -87,12 +87,16 @@ def run(
     tokens = np.asarray(ids)
     parts = plan(len(tokens), kv.tokens, exact, reused)
     work = _Work(engine, kv, parts, settings)
+    if len(parts.reused):
+        kv.mark_approximate(int(parts.reused[0]))
     rows = work.begin(tokens)
     for layer in range(engine.shape.layers):
         rows = engine.project(layer, rows)
         if layer_ready is not None:
             layer_ready(layer)
         rows = work.through(layer, rows)
+    if work.exact and kv.exact >= parts.exact:
+        kv.mark_exact(kv.tokens)
     hidden = engine.hidden(rows)
     return Blended(engine.logits(hidden[-1]), hidden, parts.missing, work.report())
 
@@ -129,6 +133,11 @@ class _Work:
         self._chosen = self._alive
         self._by_layer: list[int] = []
         self._flops = self._flops_reused = 0
+
+    @property
+    def exact(self) -> bool:
+        """Whether all that is reused is computed anew: then nothing is approximate."""
+        return all(count == len(self._plan.reused) for count in self._wanted[:-1])
 
     def begin(self, ids: Array) -> Rows:
         """The rows that are computed in layer 0."""

@@ -183,8 +183,6 @@ class ReferenceModel:
             raise SpecError(
                 f"K/V with room for {kv.tokens} tokens cannot take positions {start}..{start + len(ids)}"
             )
-        if len(ids) and not (ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < self.config.vocab):
-            raise SpecError(f"token ids must be integers in 0..{self.config.vocab - 1}")
         rows = self.embed(ids, np.arange(start, start + len(ids)))
         for i in range(self.config.layers):
             rows = self.project(i, rows)
@@ -210,6 +208,8 @@ class ReferenceModel:
 
     def embed(self, ids: Array, positions: Array) -> Rows:
         """Rows of tokens ``ids`` at ascending ``positions``, before layer 0."""
+        if len(ids) and not (ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < self.config.vocab):
+            raise SpecError(f"token ids must be integers in 0..{self.config.vocab - 1}")
         angles = rope_angles(self.spec.groups[0].rope, positions, self.config.dtype)
         return Rows(positions.astype(np.intp), angles, self.embedding[ids.astype(np.intp)])
 
