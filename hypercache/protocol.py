@@ -45,7 +45,7 @@ CODECS = ("raw", "fp8", "int8", "int4", "int4-plain")
 
 MAX_BLOCKS = 1 << 17  # a request: 2 million tokens at 16 a block, 2 MiB of digests
 MAX_PROBES = 1 << 17  # fingerprints a LOCATE: 1 MiB
-MAX_CHAINS = 1 << 13  # a FETCH: as many as one LOCATE finds at the most
+MAX_CHAINS = 1 << 14  # a FETCH: as many as one LOCATE finds at the most
 MAX_TOKENS = 1 << 31  # no prompt is longer: what a position may be
 MAX_STORE_BLOCKS = 1024  # a STORE: reserving takes about 10 us a block, and nobody else is served meanwhile
 MAX_LAYERS = 1024

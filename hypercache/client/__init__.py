@@ -2,16 +2,22 @@
 
 from hypercache.client.buffers import ChunkBuffers
 from hypercache.client.client import Client, connect
+from hypercache.client.finding import Reuse
 from hypercache.client.handles import Saving, Transfer
+from hypercache.client.plan import ExactSpan, MissingSpan, ModularSpan
 from hypercache.client.results import FetchResult, Match, Prompt, StoreResult
 from hypercache.client.sync import SyncClient, connect_sync
 
 __all__ = [
     "ChunkBuffers",
     "Client",
+    "ExactSpan",
     "FetchResult",
     "Match",
+    "MissingSpan",
+    "ModularSpan",
     "Prompt",
+    "Reuse",
     "Saving",
     "StoreResult",
     "SyncClient",

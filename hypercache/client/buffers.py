@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import accumulate
 from typing import Any, Protocol
 
 import numpy as np
 import numpy.typing as npt
 
-from hypercache import protocol
+from hypercache import protocol, rope
+from hypercache.client.plan import Stretch
 from hypercache.codecs.base import Codec
 from hypercache.errors import SpecError
 from hypercache.kv import KVBuffers
@@ -66,9 +70,10 @@ Runs = Sequence[protocol.Run]
 
 
 class ChunkPort(Protocol):
-    """One sequence's chunks, addressed by layer and block."""
+    """One sequence's chunks, addressed by layer and row: its blocks in the order in which they travel."""
 
     blocks: int
+    exact: int  # how many of them may be stored
     borrowed: bool  # whether what lend() gives is the caller's own memory, not a copy
 
     def check_writable(self) -> None:
@@ -90,7 +95,9 @@ def cut(view: memoryview, size: int) -> list[memoryview]:
 class ChunkBuffers:
     """Chunks in encoded form, as they travel: for paged memory, other tiers, and tools.
 
-    layers: one uint8 array ``(blocks, chunk_nbytes)`` a layer, C-contiguous. Fetched bytes land in place.
+    layers: one uint8 array ``(blocks, chunk_nbytes)`` a layer, C-contiguous. Fetched bytes land in place: the
+    blocks of the prefix, then those of each modular span, as they were stored. Keys of modular spans are not
+    turned: that is left to whoever decodes them (``Codec.decode`` with ``rope.turn(rope, span.delta)``).
     Bytes of a fetch that fails are unspecified, as with any caller memory: use what FetchResult names.
     Stored bytes are sent from where they are: they must not change before the store's result is there.
     """
@@ -113,6 +120,7 @@ class ChunkBuffers:
         self._layers = [as_bytes(layer) for layer in layers]
         self._sizes = [int(layer.shape[1]) for layer in layers]
         self.blocks = int(layers[0].shape[0])
+        self.exact = self.blocks  # rows that hold what their place in a prompt says, and may be stored
 
     def check(self, chunk_nbytes: Sequence[int]) -> None:
         have = self._sizes
@@ -153,6 +161,9 @@ class Coder:
         self.codec = codec
         self.block_size = block_size
         self.layouts = [spec.layout(layer) for layer in range(spec.num_layers)]
+        self.ropes = [group.rope for group in spec.groups]
+        groups = {layer: i for i, group in enumerate(spec.groups) for layer in group.layers}
+        self.rope_of = [groups[layer] for layer in range(spec.num_layers)]  # index into ropes
         self.chunk_nbytes = tuple(codec.chunk_nbytes(layout, block_size) for layout in self.layouts)
         largest = max(frame_bytes, *self.chunk_nbytes)
         self.outgoing = Staging(largest, OUTGOING)
@@ -162,18 +173,22 @@ class Coder:
 class CodecPort:
     """Engine-shaped K/V behind a codec. Bytes are decoded only after they are verified.
 
-    Block 0 of the port is the block that holds token ``start``; tokens before it are never written, for the
-    engine holds them already.
+    Its rows are the blocks of ``stretches``, which lie anywhere in ``kv``; no run of rows goes from one of
+    them to the next. Keys of a stretch that moved are turned as they are decoded. Tokens before ``start`` are
+    never written, for the engine holds them already.
     """
 
     borrowed = False
 
-    def __init__(self, coder: Coder, kv: KVBuffers, start: int = 0) -> None:
+    def __init__(self, coder: Coder, kv: KVBuffers, stretches: Sequence[Stretch], start: int) -> None:
         self._coder = coder
         self._kv = kv
         self._start = start
-        self._first_block = start // coder.block_size
-        self.blocks = kv.tokens // coder.block_size - self._first_block
+        self._stretches = stretches
+        self._ends = list(accumulate(stretch.blocks for stretch in stretches))
+        self._turns: dict[tuple[int, int], rope.Turn | None] = {}
+        self.blocks = self._ends[-1]
+        self.exact = kv.exact // coder.block_size - stretches[0].begin // coder.block_size
 
     def check_writable(self) -> None:
         for layer in range(len(self._coder.layouts)):
@@ -229,25 +244,59 @@ class CodecPort:
             at += count * size
         return rows
 
+    def _place(self, row: int) -> tuple[int, int]:
+        """Where a row begins in the buffers, and by how many positions it moved there."""
+        index = bisect.bisect_right(self._ends, row)
+        stretch = self._stretches[index]
+        before = self._ends[index] - stretch.blocks
+        return stretch.begin + (row - before) * self._coder.block_size, stretch.delta
+
+    def _turn(self, layer: int, delta: int) -> rope.Turn | None:
+        group = self._coder.rope_of[layer]
+        if delta and (group, delta) not in self._turns:
+            self._turns[group, delta] = rope.turn(self._coder.ropes[group], delta)
+        return self._turns.get((group, delta))
+
     def _parts(self, layer: int, first: int, count: int) -> list[npt.NDArray[Any]]:
-        size = self._coder.block_size
-        begin = (self._first_block + first) * size
-        return [part[:, begin : begin + count * size, :] for part in self._kv.layer(layer)]
+        begin, _ = self._place(first)
+        stop = begin + count * self._coder.block_size
+        return [part[:, begin:stop, :] for part in self._kv.layer(layer)]
 
     def _decode(self, layer: int, first: int, rows: Bytes) -> None:
         layout, decode, size = self._coder.layouts[layer], self._coder.codec.decode, self._coder.block_size
         count = rows.shape[0]
-        clip = self._start - (self._first_block + first) * size
+        begin, delta = self._place(first)
+        turn, clip = self._turn(layer, delta), self._start - begin
         if clip <= 0:
-            decode(layout, rows, self._parts(layer, first, count))
+            decode(layout, rows, self._parts(layer, first, count), turn)
             return
         # The engine already holds the head of this block: decode it aside and copy only its tail.
         aside = [np.empty((layout.heads, size, part.dim), layout.dtype.storage) for part in layout.parts]
-        decode(layout, rows[:1], aside)
+        decode(layout, rows[:1], aside, turn)
         for target, source in zip(self._parts(layer, first, 1), aside, strict=True):
             target[:, clip:, :] = source[:, clip:, :]
         if count > 1:
-            decode(layout, rows[1:], self._parts(layer, first + 1, count - 1))
+            decode(layout, rows[1:], self._parts(layer, first + 1, count - 1), turn)
+
+
+def taint(
+    into: KVBuffers | ChunkBuffers, stretches: Sequence[Stretch], start: int, *, whole: bool
+) -> Callable[[], None]:
+    """Say in the buffers what is not exact in them any more, before a byte of it comes.
+
+    whole: all layers are fetched, so that from token 0 on nothing of what was there stays. Returns how to
+    take it back if nothing of it came.
+    """
+    modular = len(stretches) > 1
+    if isinstance(into, ChunkBuffers):
+        into.exact = stretches[0].blocks if modular else into.blocks
+        return _nothing
+    if whole and not start:
+        into.mark_exact(into.tokens)
+    before = into.exact
+    if modular:
+        into.mark_approximate(max(start, stretches[1].begin))
+    return partial(into.mark_exact, before) if whole else _nothing
 
 
 def as_bytes(array: Bytes) -> memoryview:

@@ -12,29 +12,35 @@ import operator
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 from types import TracebackType
 from typing import Any
 
-from hypercache import codecs, protocol
+from hypercache import codecs, fingerprint, protocol, rope
 from hypercache.client import environment
-from hypercache.client.buffers import ChunkBuffers, ChunkPort, CodecPort, Coder
+from hypercache.client.buffers import ChunkBuffers, ChunkPort, CodecPort, Coder, taint
+from hypercache.client.finding import Finder, Reuse
 from hypercache.client.handles import Saving, Transfer
+from hypercache.client.hashing import SPENT, Hasher, aside
 from hypercache.client.link import AGENT, Link
 from hypercache.client.operations import FetchOperation, StoreOperation
 from hypercache.client.place import Place
+from hypercache.client.plan import MIN_RUN, Segment, Stretch, least_blocks, wanted
 from hypercache.client.results import FetchResult, Match, Prompt, StoreResult
 from hypercache.errors import ConfigError, SpecError, Unavailable
-from hypercache.keys import HASH_VERSION, MediaSpan, Namespace, TenantKey, canonical_tokens, causal_digests
+from hypercache.keys import HASH_VERSION, MediaSpan, Namespace, TenantKey
 from hypercache.kv import KVBuffers
 from hypercache.model import ModelSpec
+from hypercache.segments import check as check_segments
 
 DEFAULT_URI = "tcp://127.0.0.1:7440"
 DEFAULT_CODEC = "int8"
 DEADLINE_S = 5.0
 FRAME_BYTES = protocol.MAX_FRAME_BYTES  # of payload; a frame costs both ends tens of microseconds
 
-HASH_ASIDE = 1 << 16  # tokens; hashing more takes longer than others on the loop should wait
-SPENT = "deadline: hashing the prompt took all of it; hash once with Client.prompt"
+SWITCHED_OFF = "switched off for this client: connect(modular=False)"
+APPROXIMATE = "approximate K/V are not stored"
 
 Tokens = Any  # any integer sequence or array that keys.canonical_tokens takes
 Buffers = KVBuffers | ChunkBuffers
@@ -48,6 +54,7 @@ async def connect(
     block_size: int = 16,
     tenant: TenantKey | None = None,
     salt: str | None = None,
+    modular: bool = True,
     deadline: float = DEADLINE_S,
 ) -> Client:
     """Connect an engine to a cache.
@@ -57,6 +64,8 @@ async def connect(
     block_size: tokens per block, 16 or 64.
     tenant: default from HYPERCACHE_TENANT and HYPERCACHE_SECRET_FILE, else the public tenant.
     salt: separates what must not be shared although model and tokens are equal.
+    modular: whether what this client stores can be found out of its context, and whether it may look for such
+        blocks itself; a match does so only where it is asked to. See :attr:`Client.modular_refusal`.
     deadline: seconds that a call may take unless it says otherwise.
 
     A server that cannot be reached is not an error: calls miss (``client.state`` and each result's reason
@@ -71,6 +80,7 @@ async def connect(
         block_size=block_size,
         tenant=tenant or environment.tenant_from_environment(),
         salt=salt,
+        modular=modular,
         deadline=deadline,
     )
     try:
@@ -93,12 +103,14 @@ class Client:
         block_size: int,
         tenant: TenantKey,
         salt: str | None,
+        modular: bool,
         deadline: float,
     ) -> None:
         for name, value, kind in (
             ("model", model, ModelSpec),
             ("tenant", tenant, TenantKey),
             ("codec", codec, str),
+            ("modular", modular, bool),
         ):
             if not isinstance(value, kind):
                 raise ConfigError(f"{name} must be a {kind.__name__}, got {type(value).__name__}")
@@ -107,6 +119,9 @@ class Client:
         self.block_size = block_size
         self.codec = codecs.get(codec)
         self.namespace = Namespace.build(model, block_size=block_size, codec=codec, tenant=tenant, salt=salt)
+        self.modular_refusal = rope.refusal(model) or ("" if modular else SWITCHED_OFF)
+        self.reuse = Reuse()
+        self._hasher = Hasher(self.namespace, tenant)
         self._tenant = tenant
         self._place = Place()
         self._coder = Coder(self.codec, model, block_size, FRAME_BYTES)
@@ -128,11 +143,16 @@ class Client:
         )
 
     async def _start(self) -> None:
-        await asyncio.to_thread(codecs.warm, self.codec, self._coder.layouts)  # or the first call compiles
+        await asyncio.to_thread(self._warm)  # or the first call compiles
         await self._link.start(self.deadline)
         error = self._link.permanent_error
         if error is not None:
             raise error
+
+    def _warm(self) -> None:
+        codecs.warm(self.codec, self._coder.layouts)
+        if not self.modular_refusal:
+            fingerprint.warm()
 
     @property
     def state(self) -> str:
@@ -162,29 +182,79 @@ class Client:
 
     def prompt(self, tokens: Tokens, *, media: Sequence[MediaSpan] = ()) -> Prompt:
         """Hash a prompt, without asking the server. ``media``: images and the like, by content."""
-        ids = canonical_tokens(tokens)
-        digests = causal_digests(self.namespace, self._tenant, ids, media=media)
-        return Prompt(len(ids), self.block_size, tuple(digests))
+        return self._hasher.prompt(tokens, media)
 
-    async def match(self, prompt: Tokens | Prompt, *, deadline: float | None = None) -> Match:
-        """Longest usable prefix: a hint, it takes no lease.
+    async def match(
+        self,
+        prompt: Tokens | Prompt,
+        *,
+        modular: bool = False,
+        segments: Sequence[Segment] | None = None,
+        min_run: int = MIN_RUN,
+        deadline: float | None = None,
+    ) -> Match:
+        """Longest usable prefix, and on request what is stored of the rest: a hint, it takes no lease.
+
+        modular: look, behind the prefix, for runs that are stored anywhere in other prompts, too, however
+            they are placed here. Their K/V were computed in another context: they approximate, and are for
+            engines that repair them. Where :attr:`modular_refusal` says why not, there are none.
+        segments: spans ``(start, stop)`` of tokens that may move (documents); nothing outside them is looked
+            for, and no run crosses their borders. None: anywhere.
+        min_run: tokens that a modular run has at least, rounded up to whole blocks.
 
         Tokens are hashed first (about 0.1 s a million): above 65,536 of them in a thread, so that the loop is
         free. That counts against the deadline but is not interrupted by it. It is the same in all calls that
         are waited for; what is hashed once by :meth:`prompt` costs nothing.
+        Raises SpecError for segments that overlap or lie outside, and for a ``min_run`` below a block.
         """
         self._place.check()
         until = time.monotonic() + self._budget(deadline)
-        hashed = self._hashed(await self._hash(prompt))
+        least = least_blocks(min_run, self.block_size)
+        hashed = self._hasher.hashed(await self._hash(prompt))
+        within = None if segments is None else check_segments(segments, hashed.tokens)
         usable = min(hashed.usable_blocks, protocol.MAX_BLOCKS)
         if usable == 0:
             return Match(hashed, 0, "below block size" if hashed.tokens else "no tokens")
+        refusal = self.modular_refusal or ("" if hashed.ids is not None else "the prompt has no tokens")
+        if modular and not refusal:
+            match = await self._locate(hashed, Finder(self._hasher, hashed, usable, within, least), until)
+        else:
+            match = await self._match(hashed, usable, until)
+        if isinstance(match, str):
+            return Match(hashed, 0, match)
+        if modular and refusal and match.reason:
+            match = replace(match, reason=f"{match.reason}; no modular reuse: {refusal}")
+        if modular:
+            cause = partial(self._likely_cause, refusal, min_run)
+            self.reuse.matched(match, least * self.block_size, cause)
+        return match
+
+    async def _match(self, hashed: Prompt, usable: int, until: float) -> Match | str:
+        """The prefix; a string says why there is no answer."""
         question = protocol.Match(self._link.handle, protocol.join_digests(hashed.digests[:usable]))
         answer = await self._ask(question, until)
         if not isinstance(answer, protocol.Matched):
-            return Match(hashed, 0, answer if isinstance(answer, str) else _refusal(answer))
+            return _why(answer)
         hit = max(0, min(answer.blocks, usable))
         return Match(hashed, hit, "" if hit == usable else self._why_not(hit))
+
+    async def _locate(self, hashed: Prompt, finder: Finder, until: float) -> Match | str:
+        """The prefix and what is behind it, likewise."""
+        rest = ""
+        while finder.left and not rest:
+            question = await aside(finder.left, partial(finder.question, self._link.handle))
+            answer = await self._ask(question, until)
+            if isinstance(answer, protocol.Located):
+                await aside(finder.left, partial(finder.answered, answer))
+            elif not finder.begun:
+                return _why(answer)
+            else:
+                rest = f"; the rest was not looked at: {_why(answer)}"
+        if not finder.complete and not rest:
+            rest = "; the server did not look at everything: it spends a bounded time on one search"
+        full = finder.hit == min(hashed.usable_blocks, protocol.MAX_BLOCKS)
+        reason = "" if full else self._why_not(finder.hit) + rest
+        return Match(hashed, finder.hit, reason, tuple(finder.spans))
 
     def start_fetch(
         self,
@@ -196,10 +266,13 @@ class Client:
         on_layer: Callable[[int], None] | None = None,
         deadline: float | None = None,
     ) -> Transfer:
-        """Begin to fetch the longest usable prefix into caller memory, layer after layer.
+        """Begin to fetch the longest usable prefix into caller memory, layer after layer; of a match, its
+        modular spans as well.
 
-        into: KVBuffers that hold at least the tokens wanted (they are decoded), or ChunkBuffers whose row 0
-            is the first block fetched (bytes as they travel).
+        into: KVBuffers that hold at least the tokens wanted (they are decoded, and what moved is turned to
+            its new place), or ChunkBuffers whose row 0 is the first block fetched (bytes as they travel).
+            What they have no room for is not fetched, a span wholly or not at all. From the first modular
+            token on, KVBuffers are not ``exact`` any more; a fetch of all layers from token 0 begins anew.
         start: tokens the engine holds already; nothing before it is written.
         layers: contiguous range of layers, default all.
         on_layer: called on the loop's thread with each layer that is in place. If it raises, the fetch ends
@@ -220,56 +293,65 @@ class Client:
         on_layer: Callable[[int], None] | None,
         until: float,
     ) -> Transfer:
-        hashed = self._hashed(prompt)
-        wanted = range(self.model.num_layers) if layers is None else layers
-        if wanted.step != 1 or not 0 <= wanted.start < wanted.stop <= self.model.num_layers:
-            raise SpecError(f"layers {wanted} must be a contiguous part of 0..{self.model.num_layers - 1}")
+        hashed = self._hasher.hashed(prompt)
+        every = range(self.model.num_layers)
+        layers = every if layers is None else layers
+        if layers.step != 1 or not 0 <= layers.start < layers.stop <= every.stop:
+            raise SpecError(f"layers {layers} must be a contiguous part of 0..{every.stop - 1}")
         if start < 0:
             raise SpecError(f"start={start} must not be negative")
-        transfer = Transfer(self._place, start, wanted)
-        transfer.on_layer = on_layer
-        first = start // self.block_size
-        port = self._port(into, start)
+        self._check_buffers(into)
+        match = prompt if isinstance(prompt, Match) else Match(hashed, hashed.usable_blocks)
+        tokens, rows = hashed.tokens, protocol.MAX_BLOCKS
+        if isinstance(into, ChunkBuffers):
+            rows = min(rows, into.blocks)
+        else:
+            tokens = into.tokens
+        stretches = wanted(match.hit_blocks, match.modular, start, self.block_size, tokens, rows)
+        port = self._port(into, stretches, start)
         port.check_writable()
-        usable = prompt.hit_blocks if isinstance(prompt, Match) else hashed.usable_blocks
-        asked = min(usable - first, port.blocks, protocol.MAX_BLOCKS)
-        if asked <= 0:
+        transfer = Transfer(self._place, start, layers, stretches, self.block_size)
+        transfer.on_layer = on_layer
+        asked = [stretch.blocks for stretch in stretches]
+        if not any(asked):
             why = prompt.reason if isinstance(prompt, Match) else "no full block to fetch"
-            transfer._finish(FetchResult(start, 0, 0, why or "nothing beyond start"))
+            transfer.finish(FetchResult(start, 0, 0, why or "nothing beyond start"))
             return transfer
         budget = until - time.monotonic()
         if budget <= 0:
-            transfer._finish(FetchResult(start, 0, 0, SPENT))
+            transfer.finish(FetchResult(start, 0, 0, SPENT))
             return transfer
 
-        frame_bytes = self._frame_bytes()
+        first, frame_bytes = start // self.block_size, self._frame_bytes()
+        untaint = taint(into, stretches, start, whole=layers == every)
 
         def ended() -> None:
             timer.cancel()
-            hit = (first + operation.good) * self.block_size if operation.good else 0
-            reason = operation.reason
-            transfer._finish(FetchResult(start, hit if hit > start else 0, operation.wire_bytes, reason))
+            result = transfer.outcome(operation)
+            self.reuse.tokens_fetched += sum(span.stop - span.start for span in result.modular)
+            if not result.modular:
+                untaint()
+            transfer.finish(result)
 
         operation = FetchOperation(
             port,
             self.chunk_nbytes,
             asked,
-            wanted,
+            layers,
             frame_bytes,
-            transfer._layer_done,
+            transfer.layer_done,
             ended,
             lambda reason: self._give_up(operation, reason),
         )
-        transfer._operation = operation
-        transfer._good = lambda: (first + operation.good) * self.block_size
         timer = asyncio.get_running_loop().call_later(budget, lambda: self._give_up(operation, "deadline"))
-        transfer._stop = lambda: self._give_up(operation, "cancelled")
+        transfer.begin(operation, lambda: self._give_up(operation, "cancelled"))
         message = protocol.Fetch(
             self._link.handle,
-            protocol.join_digests(hashed.digests[first : first + asked]),
-            (wanted.start, wanted.stop),
+            protocol.join_digests(hashed.digests[first : first + asked[0]]),
+            (layers.start, layers.stop),
             max(1, int(budget * 1000)),
             frame_bytes,
+            tuple([(stretch.span.tail, stretch.blocks) for stretch in stretches if stretch.span is not None]),
         )
         self._link.begin(message, operation)
         return transfer
@@ -302,7 +384,8 @@ class Client:
         """Begin to store the full blocks of a prompt; nothing is visible before all layers of a block are.
 
         kv: KVBuffers with the prompt's K/V (position 0 is token 0), or ChunkBuffers whose row 0 is the first
-            block stored. It must not change before the store ends.
+            block stored. It must not change before the store ends. What is not ``exact`` in them is left
+            out: stored under this prompt's name it would be handed out as exact.
         start: tokens that are known to be stored (``match.hit_tokens``); a multiple of the block size.
         ready_layers: layers that stand in ``kv`` already, default all; see :meth:`Saving.layer_ready`.
         Long prompts should be hashed before, see :meth:`match`.
@@ -312,28 +395,40 @@ class Client:
         return self._start_store(prompt, kv, start, ready_layers, until)
 
     def _start_store(
-        self, prompt: Tokens | Prompt | Match, kv: Buffers, start: int, ready_layers: int | None, until: float
+        self,
+        prompt: Tokens | Prompt | Match,
+        kv: Buffers,
+        start: int,
+        ready_layers: int | None,
+        until: float,
+        marks: Sequence[bytes] | None = None,
     ) -> Saving:
-        hashed = self._hashed(prompt)
+        hashed = self._hasher.hashed(prompt)
         if not 0 <= start <= hashed.tokens or start % self.block_size:
             raise SpecError(
                 f"start={start} must be a multiple of the block size {self.block_size} within the prompt's "
                 f"{hashed.tokens} tokens"
             )
         first = start // self.block_size
-        port = self._port(kv, start)
+        self._check_buffers(kv)
+        room = kv.tokens // self.block_size - first if isinstance(kv, KVBuffers) else kv.blocks
+        port = self._port(kv, [Stretch(max(0, room), start)], start)
         self._has_stored = True
         offered = min(len(hashed.digests) - first, port.blocks)
+        inexact = APPROXIMATE if port.exact < offered else ""
+        offered = min(offered, port.exact)
         if offered <= 0:
             why = "nothing new" if first and first == len(hashed.digests) else "no full block to store"
-            return Saving.of(self._place, StoreResult(0, {}, 0, why))
+            return Saving.of(self._place, StoreResult(0, {}, 0, inexact or why))
         budget = until - time.monotonic()
         if budget <= 0:
             return Saving.of(self._place, StoreResult(offered, {"aborted": offered}, 0, SPENT))
         ready = self.model.num_layers if ready_layers is None else ready_layers
         # A server reserves all that one request names at once; long prompts take several: others get on.
         parts = range(0, offered, protocol.MAX_STORE_BLOCKS)
-        saving = Saving(self._place, len(parts), self._give_up, budget)
+        saving = Saving(self._place, len(parts), self._give_up, budget, inexact)
+        if marks is None:
+            marks = self._marks(hashed, first)
         frame_bytes = self._frame_bytes()
         for begin in parts:
             count = min(protocol.MAX_STORE_BLOCKS, offered - begin)
@@ -343,6 +438,7 @@ class Client:
                 hashed.digests[at - 1] if at else None,
                 protocol.join_digests(hashed.digests[at : at + count]),
                 max(1, int(budget * 1000)),
+                b"".join(marks[begin : begin + count]),
             )
             blocks = range(begin, begin + count)
             operation = StoreOperation(port, self.chunk_nbytes, blocks, ready, frame_bytes, saving)
@@ -358,8 +454,9 @@ class Client:
         """:meth:`start_store`, waited for."""
         self._place.check()
         until = time.monotonic() + self._budget(deadline)
-        prompt = await self._hash(prompt)
-        return await self._start_store(prompt, kv, start, None, until)
+        hashed = self._hasher.hashed(await self._hash(prompt))
+        marks = await aside(hashed.tokens - start, partial(self._marks, hashed, start // self.block_size))
+        return await self._start_store(hashed, kv, start, None, until, marks)
 
     async def contains(self, prompt: Tokens | Prompt | Match, *, deadline: float | None = None) -> list[bool]:
         """For each full block, whether it is stored; all False when no server answers. Renews nothing.
@@ -367,7 +464,7 @@ class Client:
         Blocks beyond ``protocol.MAX_BLOCKS`` (2 million tokens) are never hits and count as not stored."""
         self._place.check()
         until = time.monotonic() + self._budget(deadline)
-        hashed = self._hashed(await self._hash(prompt))
+        hashed = self._hasher.hashed(await self._hash(prompt))
         if not hashed.digests:
             return []
         asked = hashed.digests[: protocol.MAX_BLOCKS]
@@ -382,7 +479,7 @@ class Client:
         """Remove the prompt's blocks and all that follow them; returns how many went. Raises Unavailable."""
         self._place.check()
         until = time.monotonic() + self._budget(deadline)
-        hashed = self._hashed(await self._hash(prompt))
+        hashed = self._hasher.hashed(await self._hash(prompt))
         if not hashed.digests:
             return 0
         first = hashed.digests[: protocol.MAX_BLOCKS]  # what follows them goes with them
@@ -397,20 +494,23 @@ class Client:
 
     # --- helpers
 
-    def _port(self, buffers: Buffers, start: int) -> ChunkPort:
+    def _check_buffers(self, buffers: Buffers) -> None:
         if isinstance(buffers, ChunkBuffers):
             buffers.check(self.chunk_nbytes)
-            return buffers
-        if not isinstance(buffers, KVBuffers):
+        elif not isinstance(buffers, KVBuffers):
             raise SpecError(
                 f"K/V go in and out by KVBuffers or ChunkBuffers, got {type(buffers).__name__}; "
                 "KVBuffers.wrap takes the engine's own arrays"
             )
-        if buffers.spec != self.model:
+        elif buffers.spec != self.model:
             raise SpecError(
                 f"the buffers belong to model {_who(buffers.spec)}, the client to {_who(self.model)}"
             )
-        return CodecPort(self._coder, buffers, start)
+
+    def _port(self, buffers: Buffers, stretches: Sequence[Stretch], start: int) -> ChunkPort:
+        if isinstance(buffers, ChunkBuffers):
+            return buffers
+        return CodecPort(self._coder, buffers, stretches, start)
 
     def _frame_bytes(self) -> int:
         """Payload of a frame: ours, or less where the server takes less."""
@@ -434,26 +534,27 @@ class Client:
         return await self._link.call(question, left) if left > 0 else SPENT
 
     async def _hash(self, prompt: Tokens | Prompt | Match) -> Tokens | Prompt | Match:
-        """Hashed if that takes long; else as it is."""
-        if isinstance(prompt, Prompt | Match) or operator.length_hint(prompt) <= HASH_ASIDE:
+        """Hashed, in a thread if that takes long."""
+        if isinstance(prompt, Prompt | Match):
             return prompt
-        return await asyncio.to_thread(self.prompt, prompt)
+        return await aside(operator.length_hint(prompt), partial(self.prompt, prompt))
+
+    def _marks(self, hashed: Prompt, first: int) -> list[bytes]:
+        return [] if self.modular_refusal else self._hasher.marks(hashed, first)
 
     def _removed(self, answer: protocol.Message | str) -> protocol.Removed:
         if isinstance(answer, protocol.Removed):
             return protocol.Removed(max(0, answer.blocks), max(0, answer.nbytes))
-        raise Unavailable(answer if isinstance(answer, str) else _refusal(answer))
+        raise Unavailable(_why(answer))
 
-    def _hashed(self, prompt: Tokens | Prompt | Match) -> Prompt:
-        if isinstance(prompt, Match):
-            prompt = prompt.prompt
-        if not isinstance(prompt, Prompt):
-            return self.prompt(prompt)
-        if prompt.block_size != self.block_size:
-            raise SpecError(
-                f"the prompt was hashed in blocks of {prompt.block_size}, the client has {self.block_size}"
-            )
-        return prompt
+    def _likely_cause(self, refusal: str, min_run: int) -> str:
+        opened = self._link.opened
+        if refusal or not (self._has_stored or opened is None or opened.blocks):
+            return refusal or self._why_not(0)
+        return (
+            f"no run of {min_run} tokens of them is stored so that it can be found; either their token ids "
+            "differ from those stored (separators, BOS), or who stored them has connect(modular=False)"
+        )
 
     def _why_not(self, hit: int) -> str:
         """What follows "not stored: " is for people who wonder why nothing hits, as old as the connection."""
@@ -472,6 +573,10 @@ class Client:
             f"not stored: when this connection was made the server had nothing of tenant "
             f"{self._tenant.name!r} (with another secret it is another tenant)"
         )
+
+
+def _why(answer: protocol.Message | str) -> str:
+    return answer if isinstance(answer, str) else _refusal(answer)
 
 
 def _seconds(deadline: float) -> float:

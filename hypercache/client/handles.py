@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 from hypercache.client.operations import FetchOperation, StoreOperation
 from hypercache.client.place import Place
+from hypercache.client.plan import ModularSpan, Stretch, arrived
 from hypercache.client.results import FetchResult, StoreResult
 from hypercache.errors import SpecError
 
@@ -16,22 +17,34 @@ from hypercache.errors import SpecError
 class Transfer:
     """A fetch that runs: wait for one layer, or for the end. Made by :meth:`Client.start_fetch`."""
 
-    def __init__(self, place: Place, start: int, layers: range) -> None:
+    def __init__(
+        self, place: Place, start: int, layers: range, stretches: Sequence[Stretch], block_size: int
+    ) -> None:
         self._place = place
         self._start = start
         self._layers = layers
+        self._stretches = stretches
+        self._block_size = block_size
         self._operation: FetchOperation | None = None
         self._result: FetchResult | None = None
         self._waiters: list[tuple[int, asyncio.Future[bool]]] = []
         self._stop: Callable[[], None] = _nothing
-        self._good: Callable[[], int] = int
         self.on_layer: Callable[[int], None] | None = None
 
     @property
     def tokens(self) -> int:
         """End of the tokens that are good in every layer in place so far. Falls when a block is lost, so an
         engine that runs ahead can stop as soon as it built on tokens that did not come."""
-        return self._good() if self._result is None else self._result.hit_tokens
+        if self._result is not None or self._operation is None:
+            return 0 if self._result is None else self._result.hit_tokens
+        return self._stretches[0].begin + self._operation.good[0] * self._block_size
+
+    @property
+    def modular(self) -> tuple[ModularSpan, ...]:
+        """The modular spans as far as they are good in every layer in place so far; likewise."""
+        if self._result is not None or self._operation is None:
+            return () if self._result is None else self._result.modular
+        return arrived(self._stretches, self._operation.good, self._start, self._block_size)
 
     async def layer(self, index: int) -> bool:
         """True when layer ``index`` is in place for all blocks still good, False when it never will be.
@@ -46,7 +59,7 @@ class Transfer:
         if self._operation is not None and self._operation.layers_done > index and not self._failed:
             return True
         if self._result is not None:
-            return self._result.hit_tokens > self._start
+            return not self._failed
         future: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
         self._waiters.append((index, future))
         return await future
@@ -74,9 +87,23 @@ class Transfer:
 
     @property
     def _failed(self) -> bool:
-        return self._result is not None and self._result.hit_tokens <= self._start
+        result = self._result
+        return result is not None and result.hit_tokens <= self._start and not result.modular
 
-    def _layer_done(self, index: int) -> None:
+    # --- for the client
+
+    def begin(self, operation: FetchOperation, stop: Callable[[], None]) -> None:
+        self._operation = operation
+        self._stop = stop
+
+    def outcome(self, operation: FetchOperation) -> FetchResult:
+        """What came, of an operation that has ended."""
+        start, good, size = self._start, operation.good, self._block_size
+        hit = self._stretches[0].begin + good[0] * size if good[0] else 0
+        modular = arrived(self._stretches, good, start, size)
+        return FetchResult(start, hit if hit > start else 0, operation.wire_bytes, operation.reason, modular)
+
+    def layer_done(self, index: int) -> None:
         if self.on_layer is not None:
             self.on_layer(index)
         still = []
@@ -87,7 +114,7 @@ class Transfer:
                 still.append((layer, future))
         self._waiters = still
 
-    def _finish(self, result: FetchResult) -> None:
+    def finish(self, result: FetchResult) -> None:
         self._result = result
         self._stop = _nothing
         waiters, self._waiters = self._waiters, []
@@ -100,11 +127,18 @@ class Saving:
     """A store that runs, layer by layer as the engine computes. Made by :meth:`Client.start_store`."""
 
     def __init__(
-        self, place: Place, parts: int, give_up: Callable[[StoreOperation, str], None], budget: float
+        self,
+        place: Place,
+        parts: int,
+        give_up: Callable[[StoreOperation, str], None],
+        budget: float,
+        reason: str = "",
     ) -> None:
+        """reason: what the result says unless something worse happens."""
         self._place = place
         self._parts = parts
         self._give_up = give_up
+        self._reason = reason
         self._operations: list[StoreOperation] = []
         self._result: StoreResult | None = None
         self._waiters: list[asyncio.Future[None]] = []
@@ -175,7 +209,7 @@ class Saving:
             outcome.update(operation.outcome or {"aborted": len(operation.blocks)})
         blocks = sum(len(operation.blocks) for operation in done)
         nbytes = sum(operation.wire_bytes for operation in done)
-        reason = next((operation.reason for operation in done if operation.reason), "")
+        reason = next((operation.reason for operation in done if operation.reason), self._reason)
         self._finish(StoreResult(blocks, dict(outcome), nbytes, reason))
 
     def _finish(self, result: StoreResult) -> None:

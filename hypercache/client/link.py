@@ -255,9 +255,15 @@ class Link:
         operation = self._operations.get(frame.request_id)
         if operation is None:
             return None  # the answer to a request that was given up
+        most = protocol.ANSWERS.get(frame.type)
+        if most is None:
+            if frame.type in protocol.BODIES:
+                raise ProtocolError(f"{protocol.Op(frame.type).name} is not an answer")
+            return None  # of a later version
+        if len(frame.body) > most:
+            raise ProtocolError(f"{protocol.Op(frame.type).name} has {len(frame.body)} bytes, at most {most}")
         message = protocol.decode(frame.type, frame.body)
-        if message is None:
-            return None
+        assert message is not None
         if isinstance(message, protocol.Error) and not isinstance(operation, Call):
             del self._operations[frame.request_id]
             operation.end(f"{message.code}: {message.message}")

@@ -7,10 +7,12 @@ result; what it holds (staging buffers) is given back by the channel's own callb
 from __future__ import annotations
 
 import asyncio
+import bisect
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Protocol
+from itertools import accumulate
+from typing import NamedTuple, Protocol
 
 from fabrics import Channel, Frame, Outgoing, Sink
 from hypercache import protocol
@@ -54,40 +56,51 @@ class Call(Operation):
             self.future.set_result(reason)
 
 
-class _FrameSink(Sink):
-    """Memory for one frame of a fetch; its runs are used one by one, as soon as they are there."""
+class Piece(NamedTuple):
+    """Blocks of one stretch in one layer, as one frame brings them."""
 
-    __slots__ = ("_ends", "_landing", "_operation", "_runs", "_used", "_verifier")
+    layer: int
+    stretch: int
+    first: int  # block of the stretch
+    blocks: int
+    row: int  # of the port
+    last: bool  # nothing of this layer comes after it
+
+
+class _FrameSink(Sink):
+    """Memory for one frame of a fetch; its pieces are used one by one, as soon as they are there."""
+
+    __slots__ = ("_ends", "_landing", "_operation", "_pieces", "_used", "_verifier")
 
     def __init__(
-        self, operation: FetchOperation, runs: Sequence[protocol.Run], landing: Landing, crcs: Sequence[int]
+        self, operation: FetchOperation, pieces: Sequence[Piece], landing: Landing, crcs: Sequence[int]
     ) -> None:
         self._operation = operation
-        self._runs = runs
+        self._pieces = pieces
         self._landing = landing
         self._verifier = Verifier(landing.chunks, crcs)
         self._used = 0
-        self._ends: list[int] = []  # bytes that must be there before each run is complete
+        self._ends: list[int] = []  # bytes that must be there before each piece is complete
         super().__init__(landing.views, landed=self._landed, closed=self._closed)
         at = 0
-        for layer, _, count in runs:
-            at += count * operation.chunk_nbytes[layer]
+        for piece in pieces:
+            at += piece.blocks * operation.chunk_nbytes[piece.layer]
             self._ends.append(at)
 
     def _landed(self, total: int) -> None:
         self._verifier.landed(total)
         while self._used < len(self._ends) and self._ends[self._used] <= total:
             index, self._used = self._used, self._used + 1
-            self._operation.run_landed(
-                self._runs[index], self._bad_in(index), partial(self._landing.keep, index)
+            self._operation.landed(
+                self._pieces[index], self._bad_in(index), partial(self._landing.keep, index)
             )
 
     def _bad_in(self, index: int) -> int | None:
-        """Offset of the first chunk of a run that does not match its checksum."""
+        """Offset of the first chunk of a piece that does not match its checksum."""
         if not self._verifier.bad:
             return None
-        begin = sum([count for _, _, count in self._runs[:index]])
-        count = self._runs[index][2]
+        begin = sum([piece.blocks for piece in self._pieces[:index]])
+        count = self._pieces[index].blocks
         return next((bad - begin for bad in self._verifier.bad if begin <= bad < begin + count), None)
 
     def _closed(self, complete: bool) -> None:
@@ -95,13 +108,17 @@ class _FrameSink(Sink):
 
 
 class FetchOperation(Operation):
-    """Receives layer after layer. ``good`` blocks are complete and verified in every layer so far."""
+    """Receives layer after layer. Of each stretch that was asked for, the first ``good`` blocks are complete
+    and verified in every layer so far.
+
+    asked: blocks of the run from the first block on, then those of each chain; so are the rows of the port.
+    """
 
     def __init__(
         self,
         port: ChunkPort,
         chunk_nbytes: Sequence[int],
-        asked: int,
+        asked: Sequence[int],
         layers: range,
         frame_bytes: int,
         on_layer: Callable[[int], None],
@@ -109,7 +126,7 @@ class FetchOperation(Operation):
         abandon: Callable[[str], None],
     ) -> None:
         self.asked = asked
-        self.good = 0
+        self.good = [0] * len(asked)
         self.wire_bytes = 0
         self.reason = ""
         self.layers_done = layers.start  # every layer below it is in place
@@ -120,16 +137,15 @@ class FetchOperation(Operation):
         self._on_layer = on_layer
         self._on_end = on_end
         self._abandon = abandon  # end this with a reason and tell the server
-        self._blocks: int | None = None  # the server's run
+        self._blocks: int | None = None  # what the server sends of each layer
+        self._ends: list[int] = []  # of each stretch, among those
+        self._rows = [0, *accumulate(asked)]  # of the port, likewise
         self._cursor = protocol.Cursor(layers, 0)
 
     def on_message(self, channel: Channel, frame: Frame, message: protocol.Message) -> Sink | None:
         match message:
-            case protocol.Fetching(blocks=blocks) if self._blocks is None and 0 <= blocks <= self.asked:
-                self._blocks = self.good = blocks
-                self._cursor = protocol.Cursor(self._layers, blocks)
-                if blocks < self.asked:
-                    self.reason = "evicted since the match" if blocks else "not stored"
+            case protocol.Fetching() if self._blocks is None:
+                self._begin((message.blocks, *message.chains))
             case protocol.Layers() if self._blocks:
                 return self._land(message, frame.payload_nbytes)
             case protocol.Fetched() if self._blocks is not None:
@@ -139,6 +155,37 @@ class FetchOperation(Operation):
             case _:
                 raise ProtocolError(f"unexpected {type(message).__name__} in a fetch")
         return None
+
+    def _begin(self, sent: tuple[int, ...]) -> None:
+        """The server has counted: blocks of the run, and of each chain all or none."""
+        asked = self.asked
+        whole = len(sent) == len(asked) and all(
+            blocks in (0, most) for blocks, most in zip(sent[1:], asked[1:], strict=True)
+        )
+        if not whole or not 0 <= sent[0] <= asked[0]:
+            raise ProtocolError(f"FETCHING counts {sent[:8]}.. blocks of {tuple(asked[:8])}..")
+        self.good = list(sent)
+        self._ends = list(accumulate(sent))
+        self._blocks = self._ends[-1]
+        self._cursor = protocol.Cursor(self._layers, self._blocks)
+        if self._blocks < sum(asked):
+            self.reason = "evicted since the match" if self._blocks else "not stored"
+
+    def _pieces(self, runs: Sequence[protocol.Run]) -> list[Piece]:
+        """Runs of what the server sends, cut where one stretch ends and the next begins."""
+        pieces: list[Piece] = []
+        for layer, first, count in runs:
+            stop = first + count
+            stretch = bisect.bisect_right(self._ends, first)
+            while first < stop:
+                at = first - (self._ends[stretch - 1] if stretch else 0)
+                count = min(stop, self._ends[stretch]) - first
+                if count:
+                    row, last = self._rows[stretch] + at, first + count == self._blocks
+                    pieces.append(Piece(layer, stretch, at, count, row, last))
+                first += count
+                stretch += 1
+        return pieces
 
     def _land(self, message: protocol.Layers, payload_nbytes: int) -> Sink | None:
         runs, crcs = message.runs, message.crcs
@@ -153,32 +200,32 @@ class FetchOperation(Operation):
         chunks = sum([count for _, _, count in runs])
         if not runs or len(crcs) != chunks or payload_nbytes != need or need > largest:
             raise ProtocolError(f"LAYERS carries {len(crcs)} checksums, {payload_nbytes} bytes for {need}")
+        pieces = self._pieces(runs)
         try:
-            landing = self._port.landing(runs)
+            landing = self._port.landing([(piece.layer, piece.row, piece.blocks) for piece in pieces])
         except Exception as error:
             self._failed("the buffers cannot be written", error)
             return None
-        return _FrameSink(self, runs, landing, crcs)
+        return _FrameSink(self, pieces, landing, crcs)
 
-    def run_landed(self, run: protocol.Run, bad: int | None, keep: Callable[[int], None]) -> None:
-        """All chunks of ``run`` are there; ``bad`` is the first that does not match its checksum."""
+    def landed(self, piece: Piece, bad: int | None, keep: Callable[[int], None]) -> None:
+        """All chunks of ``piece`` are there; ``bad`` is the first that does not match its checksum."""
         if self.ended:
             return
-        layer, first, count = run
-        self.wire_bytes += count * self.chunk_nbytes[layer]
+        self.wire_bytes += piece.blocks * self.chunk_nbytes[piece.layer]
         if bad is not None:
-            self._spoil(first + bad, "checksum mismatch on arrival")
+            self._spoil(piece.stretch, piece.first + bad, "checksum mismatch on arrival")
         try:
-            keep(max(0, min(self.good - first, count)))
+            keep(max(0, min(self.good[piece.stretch] - piece.first, piece.blocks)))
         except CodecError as error:
-            self._spoil(first, f"cannot be decoded: {error}")
+            self._spoil(piece.stretch, piece.first, f"cannot be decoded: {error}")
         except BaseException as error:
             self._failed("decoding failed", error)
             return
-        if first + count == self._blocks:
-            self.layers_done = layer + 1
+        if piece.last:
+            self.layers_done = piece.layer + 1
             try:
-                self._on_layer(layer)
+                self._on_layer(piece.layer)
             except BaseException as error:
                 self._failed("on_layer failed", error)
 
@@ -189,14 +236,14 @@ class FetchOperation(Operation):
         if isinstance(error, KeyboardInterrupt | SystemExit):
             raise error
 
-    def _spoil(self, block: int, reason: str) -> None:
-        if block < self.good:
-            self.good = block
+    def _spoil(self, stretch: int, block: int, reason: str) -> None:
+        if block < self.good[stretch]:
+            self.good[stretch] = block
             self.reason = reason
 
     def end(self, reason: str) -> None:
         if not self.ended:
-            self.good = 0  # some layer of every block is missing
+            self.good = [0] * len(self.asked)  # some layer of every block is missing
             self.reason = reason
             self._finish()
 

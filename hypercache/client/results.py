@@ -5,19 +5,23 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from hypercache.keys import usable_blocks
+from hypercache.client.plan import ModularSpan, Span, whole
+from hypercache.keys import MediaSpan, Tokens, usable_blocks
 
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
     """A hashed prompt, to hand to ``match``, ``fetch`` and ``store`` in place of tokens: no hashing again.
 
-    digests: causal digests of every full block.
+    digests: causal digests of every full block. ids: the tokens themselves, ``<u4``, for what is keyed by
+    them alone; None: such a prompt is neither looked for nor found out of its context. media: as hashed.
     """
 
     tokens: int
     block_size: int
     digests: tuple[bytes, ...] = field(repr=False)
+    ids: Tokens | None = field(default=None, repr=False, compare=False)
+    media: tuple[MediaSpan, ...] = ()
 
     @property
     def usable_blocks(self) -> int:
@@ -31,11 +35,13 @@ class Match:
 
     hit_blocks: whole blocks from the first token on, never all tokens: one is left to compute.
     reason: "" for a full hit, else why the run ends where it does.
+    modular: what is stored behind that, computed in another context; only where it was asked for.
     """
 
     prompt: Prompt
     hit_blocks: int
     reason: str = ""
+    modular: tuple[ModularSpan, ...] = ()
 
     @property
     def hit_tokens(self) -> int:
@@ -45,6 +51,15 @@ class Match:
     def prompt_tokens(self) -> int:
         return self.prompt.tokens
 
+    @property
+    def modular_tokens(self) -> int:
+        return sum(span.stop - span.start for span in self.modular)
+
+    @property
+    def spans(self) -> tuple[Span, ...]:
+        """The plan: exact, modular and missing spans of all tokens, in order."""
+        return whole(self.prompt.tokens, self.hit_tokens, self.modular)
+
 
 @dataclass(frozen=True, slots=True)
 class FetchResult:
@@ -53,12 +68,14 @@ class FetchResult:
     hit_tokens: 0, or the end of a whole number of blocks that are complete and verified.
     wire_bytes: payload received.
     reason: "" when everything asked for came, else why not.
+    modular: the modular spans that are in place, likewise; a block that is lost ends its span there.
     """
 
     start: int
     hit_tokens: int
     wire_bytes: int
     reason: str = ""
+    modular: tuple[ModularSpan, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

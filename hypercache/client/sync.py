@@ -14,7 +14,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from hypercache.client.client import Buffers, Client, Tokens, connect
+from hypercache.client.finding import Reuse
 from hypercache.client.handles import Saving, Transfer
+from hypercache.client.plan import ModularSpan
 from hypercache.client.results import FetchResult, Match, Prompt, StoreResult
 from hypercache.errors import HyperCacheError
 from hypercache.keys import MediaSpan
@@ -129,6 +131,11 @@ class SyncTransfer:
         """:attr:`Transfer.tokens`."""
         return self._transfer.tokens
 
+    @property
+    def modular(self) -> tuple[ModularSpan, ...]:
+        """:attr:`Transfer.modular`."""
+        return self._transfer.modular
+
     def layer(self, index: int) -> bool:
         """:meth:`Transfer.layer`, waited for."""
         return self._thread.call(self._transfer.layer(index))
@@ -172,6 +179,8 @@ class SyncClient:
         self.codec = client.codec
         self.block_size = client.block_size
         self.chunk_nbytes = client.chunk_nbytes
+        self.modular_refusal = client.modular_refusal
+        self.reuse: Reuse = client.reuse
         _open.add(self)
 
     @property
@@ -183,9 +192,9 @@ class SyncClient:
         """:meth:`Client.prompt`: hash a prompt once for several calls. Hashes on the calling thread."""
         return self._client.prompt(tokens, media=media)
 
-    def match(self, prompt: Tokens | Prompt, *, deadline: float | None = None) -> Match:
-        """:meth:`Client.match`: the longest usable prefix, a hint."""
-        return self._thread.call(self._client.match(prompt, deadline=deadline))
+    def match(self, prompt: Tokens | Prompt, **options: Any) -> Match:
+        """:meth:`Client.match`, same options: the longest usable prefix, and modular spans; a hint."""
+        return self._thread.call(self._client.match(prompt, **options))
 
     def start_fetch(self, prompt: Tokens | Prompt | Match, into: Buffers, **options: Any) -> SyncTransfer:
         """:meth:`Client.start_fetch`, same options: begin to fetch, wait by layer or for the end."""

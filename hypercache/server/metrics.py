@@ -33,11 +33,11 @@ LAG_WINDOW = 1200  # samples in the percentile of /status: one minute
 _LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 
 OUTCOMES = (
-    *((op, "ok") for op in ("open", "match", "fetch", "store", "contains", "evict", "clear")),
+    *((op, "ok") for op in ("open", "match", "locate", "fetch", "store", "contains", "evict", "clear")),
     ("fetch", "deadline"),
     ("fetch", "cancelled"),
 )
-LOOKUPS = (("match",), ("fetch",))
+LOOKUPS = (("match",), ("fetch",), ("fetch_modular",))  # the first two in their own context
 SKIPPED = (*get_args(Reason), "corrupt", "aborted")
 _FAULTS = (ProtocolError, FrameError, BadMagic, FrameVersionMismatch, FrameTooLarge, FrameChecksum)
 PROTOCOL_ERRORS = ("NoHello", *(error.__name__ for error in _FAULTS))
@@ -151,6 +151,10 @@ class Metrics:
         self._checksum_failures = self._count("checksum_failures", "Offered blocks with a wrong checksum.")
         self._received = self._count("received_bytes", "K/V bytes received by stores.")
         self._sent = self._count("sent_bytes", "K/V bytes sent by fetches.")
+        self._modular_sent = self._count("modular_sent_bytes", "Of these, of blocks out of their context.")
+        self._modular_asked = self._count("modular_matches", "Matches that looked for blocks at any token.")
+        self._modular_found = self._count("modular_matches_found", "Of these, found a run of blocks.")
+        self._modular_blocks = self._count("modular_blocks_found", "Blocks in the runs that matches found.")
         self._accepted = self._count("connections_accepted", "Data connections accepted.")
         self.connections = Gauge("hypercache_connections", "Open data connections.", registry=self.registry)
         self._lag = Histogram(
@@ -185,14 +189,25 @@ class Metrics:
         self._looked_up("match", asked, hit)
         self.request("match", "ok")
 
-    def fetch_started(self, *, asked: int, hit: int) -> None:
-        """A fetch found ``hit`` of ``asked`` blocks and will send them."""
-        self._looked_up("fetch", asked, hit)
+    def located(self, *, asked: int, hit: int, probes: int, modular: int) -> None:
+        """A locate was answered: ``hit`` of ``asked`` blocks in their context, and ``modular`` ones that were
+        found by ``probes`` fingerprints."""
+        self.request("locate", "ok")
+        self._looked_up("match", asked, hit)
+        self._modular_asked.inc(by=probes > 0)
+        self._modular_found.inc(by=modular > 0)
+        self._modular_blocks.inc(by=modular)
 
-    def fetch_finished(self, outcome: str, nbytes: int) -> None:
-        """A fetch ended after ``nbytes`` bytes of K/V."""
+    def fetch_started(self, *, asked: int, hit: int, modular_asked: int = 0, modular_hit: int = 0) -> None:
+        """A fetch found ``hit`` of ``asked`` blocks and will send them; likewise those of its chains."""
+        self._looked_up("fetch", asked, hit)
+        self._looked_up("fetch_modular", modular_asked, modular_hit)
+
+    def fetch_finished(self, outcome: str, nbytes: int, modular_nbytes: int = 0) -> None:
+        """A fetch ended after ``nbytes`` bytes of K/V, ``modular_nbytes`` of them out of context."""
         self.request("fetch", outcome)
         self._sent.inc(by=nbytes)
+        self._modular_sent.inc(by=modular_nbytes)
 
     def store_finished(self, outcome: Mapping[str, int], nbytes: int) -> None:
         """A store ended: blocks by what became of them ("stored", "corrupt", "exists", ...)."""

@@ -14,6 +14,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from fabrics import Channel, FabricError, Frame, Outgoing, Sink
 from fabrics.errors import ChannelClosed, FrameError
 from hypercache import protocol
@@ -21,7 +23,7 @@ from hypercache.errors import HyperCacheError, ProtocolError, SpecError, StoreFu
 from hypercache.keys import BLOCK_SIZES, HASH_VERSION
 from hypercache.protocol import ErrorCode, Op
 from hypercache.server.streams import FetchStream, PutSink, StoreStream
-from hypercache.store import BlockStore, Namespace, NamespaceInfo
+from hypercache.store import BlockStore, Namespace, NamespaceInfo, Run
 
 if TYPE_CHECKING:
     import structlog
@@ -233,6 +235,8 @@ class Session:
                 self._open(channel, request_id, message)
             case protocol.Match():
                 self._match(channel, request_id, message)
+            case protocol.Locate():
+                self._locate(channel, request_id, message)
             case protocol.Fetch():
                 self._fetch(channel, request_id, message)
             case protocol.Store():
@@ -344,8 +348,24 @@ class Session:
         self.context.metrics.matched(asked=len(digests), hit=hit)
         self._answer(channel, request_id, protocol.Matched(hit))
 
+    def _locate(self, channel: Channel, request_id: int, message: protocol.Locate) -> None:
+        namespace, digests = self._request(message.handle, message.digests, least=0)
+        probes = protocol.count_probes(message)
+        fingerprints = np.frombuffer(message.fingerprints, "<u8").astype(np.uint64, copy=False)
+        now = self.context.clock()
+        found = self.context.store.locate(namespace, digests, message.first, fingerprints, message.least, now)
+        self.context.metrics.located(
+            asked=len(digests),
+            hit=found.hit,
+            probes=probes,
+            modular=sum([len(run.blocks) for run in found.runs]),
+        )
+        spans = tuple([_span(run) for run in found.runs])
+        self._answer(channel, request_id, protocol.Located(found.hit, spans, found.complete))
+
     def _fetch(self, channel: Channel, request_id: int, message: protocol.Fetch) -> None:
-        namespace, digests = self._request(message.handle, message.digests)
+        namespace, digests = self._request(message.handle, message.digests, least=0)
+        protocol.check_chains(message)
         first, stop = message.layers
         if not 0 <= first < stop <= len(namespace.info.chunk_nbytes):
             raise _Refusal(
@@ -354,9 +374,15 @@ class Session:
         self._admit(request_id)
         now = self.context.clock()
         seconds = min(max(message.deadline_ms, 1) / 1000, self.context.lease_limit_s)
-        lease = self.context.store.lease(namespace, digests, self, seconds, now)
-        self.context.metrics.fetch_started(asked=len(digests), hit=len(lease.blocks))
-        self._answer(channel, request_id, protocol.Fetching(len(lease.blocks)))
+        lease = self.context.store.lease(namespace, digests, self, seconds, now, message.chains)
+        hit, *chains = lease.counts
+        self.context.metrics.fetch_started(
+            asked=len(digests),
+            hit=hit,
+            modular_asked=sum([count for _, count in message.chains]),
+            modular_hit=sum(chains),
+        )
+        self._answer(channel, request_id, protocol.Fetching(hit, tuple(chains)))
         stream = FetchStream(
             self.context.store,
             namespace,
@@ -377,17 +403,18 @@ class Session:
         self._fetches.pop(stream.request_id, None)
         if stream.lent:
             self._lingering.append(stream)
-        self.context.metrics.fetch_finished(stream.outcome, stream.bytes_sent)
+        self.context.metrics.fetch_finished(stream.outcome, stream.bytes_sent, stream.modular_bytes_sent)
         self.log.debug("fetch", request=stream.request_id, outcome=stream.outcome, nbytes=stream.bytes_sent)
 
     def _store(self, channel: Channel, request_id: int, message: protocol.Store) -> None:
         namespace = self._namespace(message.handle)
         digests = protocol.split_digests(message.digests, protocol.MAX_STORE_BLOCKS)
+        marks = protocol.split_marks(message.marks, len(digests))
         if message.parent is not None and len(message.parent) != protocol.DIGEST_BYTES:
             raise ProtocolError(f"parent digest of {len(message.parent)} bytes")
         self._admit(request_id)
         now = self.context.clock()
-        entries = self.context.store.reserve(namespace, message.parent, digests, self, now)
+        entries = self.context.store.reserve(namespace, message.parent, digests, self, now, marks)
         stream = StoreStream(
             self.context.store,
             namespace,
@@ -431,8 +458,8 @@ class Session:
             raise _Refusal(ErrorCode.HANDLE, f"namespace handle {handle} is not open on this channel")
         return self._handles[handle]
 
-    def _request(self, handle: int, joined: bytes) -> tuple[Namespace, list[bytes]]:
-        return self._namespace(handle), protocol.split_digests(joined)
+    def _request(self, handle: int, joined: bytes, least: int = 1) -> tuple[Namespace, list[bytes]]:
+        return self._namespace(handle), protocol.split_digests(joined, least=least)
 
     def _admit(self, request_id: int) -> None:
         if request_id in self._fetches or request_id in self._stores:
@@ -469,6 +496,14 @@ class Session:
         with contextlib.suppress(ChannelClosed):
             self._answer(channel, request_id, protocol.Error(str(code), message or str(error)))
         self._end(channel)
+
+
+def _span(run: Run) -> protocol.Span:
+    """A run of stored blocks, as it is answered."""
+    blocks = run.blocks
+    chain = protocol.join_digests([block.digest for block in blocks])
+    digests = protocol.join_digests([block.modular for block in blocks])
+    return protocol.Span(run.at, run.source, blocks[0].context, chain, digests)
 
 
 __all__ = ["AGENT", "Context", "Session"]

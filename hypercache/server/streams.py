@@ -20,7 +20,7 @@ Clock = Callable[[], float]
 
 
 class FetchStream:
-    """Sends a leased run of blocks, layer after layer, as many chunks a frame as the client likes."""
+    """Sends leased blocks, layer after layer, as many chunks a frame as the client likes."""
 
     def __init__(
         self,
@@ -38,6 +38,7 @@ class FetchStream:
         self.request_id = request_id
         self.deadline = deadline
         self.bytes_sent = 0
+        self.modular_bytes_sent = 0  # of those, what belongs to chains
         self.lent = 0  # frames that the channel may still be reading from the arena
         self.ended_at = 0.0
         self.outcome = ""  # "", then "ok", "deadline" or "cancelled"
@@ -63,9 +64,12 @@ class FetchStream:
         chunk = self._store.chunk
         payload: list[memoryview] = []
         crcs: list[int] = []
+        causal = self._lease.counts[0]
         for run in runs:
             cursor.take(run)
             layer, first, count = run
+            modular = count - max(0, min(causal - first, count))
+            self.modular_bytes_sent += modular * self._chunk_nbytes[layer]
             batch = blocks[first : first + count]
             payload += [chunk(block, layer) for block in batch]
             crcs += [block.crcs[layer] for block in batch]
