@@ -59,12 +59,10 @@ class Blend:
         object.__setattr__(self, "lead", count("Blend.lead", self.lead, 0))
         if isinstance(self.policy, str) and self.policy not in ("auto", *POLICIES):
             raise SpecError(f"Blend.policy {self.policy!r} is unknown; use {', '.join(('auto', *POLICIES))}")
-        for name in ("policy", "selector"):
-            value = getattr(self, name)
-            if isinstance(value, (str, type(None))) and (name, value) != ("policy", None):
-                continue
-            if not all(hasattr(value, part) for part in ("name", "probes", "mass_layers", "scores")):
-                raise SpecError(f"Blend.{name} must be a policy, got {type(value).__name__}")
+        if not isinstance(self.policy, str):
+            _check_policy("policy", self.policy)
+        if self.selector is not None:
+            _check_policy("selector", self.selector)
 
     @property
     def chosen_policy(self) -> Policy:
@@ -80,6 +78,11 @@ class Blend:
             narrow = 0.0
         shares = [self.ratio * (1 + narrow * (1 - 2 * i / max(layers - 1, 1))) for i in range(layers)]
         return [min(reused, math.ceil(share * reused - 1e-9)) for share in shares]
+
+
+def _check_policy(field: str, value: object) -> None:
+    if not all(hasattr(value, part) for part in ("name", "probes", "mass_layers", "scores")):
+        raise SpecError(f"Blend.{field} must be a policy, got {type(value).__name__}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,232 @@
+"""Transformers models layer by layer: the same as their own forward, and blends of them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="torch is an extra: pip install 'hypercache-llm[transformers]'")
+transformers = pytest.importorskip("transformers", reason="transformers is an extra")
+
+from hypercache.blend import POLICIES, Blend, Blended, Reused, run  # noqa: E402
+from hypercache.engines.layered import LayeredTransformer  # noqa: E402
+from hypercache.engines.transformers import TransformersEngine  # noqa: E402
+from hypercache.errors import SpecError  # noqa: E402
+from hypercache.kv import KVBuffers  # noqa: E402
+from hypercache.rope import rerotate, turn  # noqa: E402
+
+SMALL = {
+    "hidden_size": 64,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "num_hidden_layers": 4,
+    "intermediate_size": 96,
+    "vocab_size": 160,
+    "max_position_embeddings": 1024,
+}
+YARN = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
+SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("LlamaConfig", {}),
+    "llama as SmolLM2": (
+        "LlamaConfig",
+        {"hidden_size": 72, "num_attention_heads": 9, "num_key_value_heads": 3},
+    ),
+    "llama, yarn, biases": (
+        "LlamaConfig",
+        {"rope_parameters": YARN, "attention_bias": True, "mlp_bias": True},
+    ),
+    "mistral": ("MistralConfig", {"sliding_window": None}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3, wide heads": ("Qwen3Config", {"head_dim": 32}),
+}
+EXACT, SPANS = 10, (Reused(10, 150), Reused(150, 290))
+IDS = np.random.default_rng(3).integers(0, 160, 300)
+
+
+def build(config: str, fields: dict[str, Any], dtype: Any = torch.float32) -> Any:
+    torch.manual_seed(0)
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, config)(**SMALL | {"initializer_range": 0.15} | fields)
+    )
+    with torch.no_grad():  # gains of 1 and biases of 0 would hide that one was left out
+        for name, parameter in model.named_parameters():
+            if "norm" in name or name.endswith("bias"):
+                parameter.add_(0.3 * torch.randn_like(parameter))
+    return model.to(dtype).eval()
+
+
+@pytest.fixture(scope="module")
+def llama() -> LayeredTransformer:
+    return LayeredTransformer(build("LlamaConfig", {}))
+
+
+def floats(array: np.ndarray) -> np.ndarray:
+    return torch.from_numpy(array).view(torch.bfloat16).float().numpy() if array.dtype == np.uint16 else array
+
+
+def cold(engine: LayeredTransformer) -> tuple[Any, KVBuffers]:
+    """Final hidden states by the model's own forward, and its K/V."""
+    kv = KVBuffers.allocate(engine.spec, len(IDS))
+    with torch.inference_mode():
+        out = engine.model(
+            input_ids=torch.from_numpy(IDS)[None],
+            cache=engine.engine.inject(kv, 0),
+            output_hidden_states=True,
+        )
+    return out, kv
+
+
+def fetched(engine: LayeredTransformer) -> KVBuffers:
+    """The spans of IDS computed in the other order, taken to their places; poison in what is missing."""
+    first, second = (IDS[span.start : span.stop] for span in SPANS)
+    there = np.concatenate([IDS[:EXACT], second, first])
+    stored, kv = KVBuffers.allocate(engine.spec, len(there)), KVBuffers.allocate(engine.spec, len(IDS))
+    engine.run(there, stored, 0)
+    for layer in range(engine.shape.layers):
+        for part in kv.layer(layer):
+            part.view(np.uint8)[:] = 0xFF  # NaN in every dtype
+        for to, source, count in ((0, 0, 10), (10, 150, 140), (150, 10, 140)):
+            parts = [part[:, to : to + count] for part in kv.layer(layer)]
+            for target, held in zip(parts, stored.layer(layer), strict=True):
+                target[:] = held[:, source : source + count]
+            moved = turn(engine.spec.groups[0].rope, to - source)
+            if moved is not None:
+                rerotate(engine.spec.layout(layer), parts, moved)
+    return kv
+
+
+def blend(engine: LayeredTransformer, settings: Blend) -> tuple[Blended, KVBuffers]:
+    kv = fetched(engine)
+    return run(engine, IDS, kv, EXACT, SPANS, settings), kv
+
+
+def relative(got: Any, want: Any) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+@pytest.mark.parametrize("shape", SHAPES.values(), ids=SHAPES.keys())
+def test_ratio_1_is_the_models_own_prefill(shape: tuple[str, dict[str, Any]], dtype: str) -> None:
+    engine = LayeredTransformer(build(*shape, getattr(torch, dtype)))
+    want, full = cold(engine)
+    got, kv = blend(engine, Blend(1.0))
+    bound = {"float32": 1e-5, "bfloat16": 5e-2, "float16": 5e-3}[dtype]
+    assert relative(got.hidden, want.hidden_states[-1][0, 290:].float().numpy()) < bound
+    assert relative(got.logits, want.logits[0, -1].float().numpy()) < bound
+    for layer in range(4):
+        for ours, theirs in zip(kv.layer(layer), full.layer(layer), strict=True):
+            assert relative(floats(ours), floats(theirs)) < bound
+    assert kv.exact == len(IDS)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_ratio_0_takes_what_was_fetched_bit_for_bit_and_runs_as_the_engine_does(dtype: str) -> None:
+    engine = LayeredTransformer(build("LlamaConfig", {}, getattr(torch, dtype)))
+    got, kv = blend(engine, Blend(0.0))
+    rotated = fetched(engine)
+    for layer in range(4):
+        for ours, theirs in zip(kv.layer(layer), rotated.layer(layer), strict=True):
+            assert ours[:, :290].tobytes() == theirs[:, :290].tobytes()
+    want = engine.run(IDS[290:], rotated, 290)
+    assert relative(got.logits, want) < (1e-5 if dtype == "float32" else 5e-2)
+    assert got.report.flops_reused == 0 and kv.exact == EXACT
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_every_policy_keeps_its_budget_and_repairs(llama: LayeredTransformer, policy: str) -> None:
+    want, full = cold(llama)
+    hidden = want.hidden_states[-1][0, 290:].numpy()
+    rotated = relative(blend(llama, Blend(0.0))[0].hidden, hidden)
+    got, kv = blend(llama, Blend(0.3, policy))
+    report = got.report
+    assert report.recomputed == 84 and report.policy == policy
+    assert report.by_layer == ((280 if POLICIES[policy].probes else 84), 84, 84, 0)
+    assert relative(got.hidden, hidden) < rotated
+    untouched = np.setdiff1d(np.arange(290), report.chosen)
+    before = fetched(llama)
+    for ours, theirs in zip(kv.layer(3), before.layer(3), strict=True):
+        np.testing.assert_array_equal(ours[:, untouched], theirs[:, untouched])
+    if POLICIES[policy].probes:
+        for ours, theirs in zip(kv.layer(1), full.layer(1), strict=True):
+            np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_what_policies_see_is_what_the_models_own_attention_says() -> None:
+    model = build("Qwen3Config", {"attn_implementation": "eager"})
+    engine = LayeredTransformer(model)
+    with torch.inference_mode():
+        own = model(input_ids=torch.from_numpy(IDS)[None], output_attentions=True).attentions
+    seen: list[Any] = []
+
+    class Watching:
+        name, probes, mass_layers = "watching", True, (0, 1)
+
+        def scores(self, known: Any) -> np.ndarray:
+            seen.append(known)
+            return known.deviation.sum(axis=(1, 2))
+
+    _, kv = blend(engine, Blend(0.1, Watching()))
+    (known,) = seen
+    for layer in (0, 1):
+        weights = own[layer][0].numpy()
+        shares = [weights[:, at, 1:10].sum(-1) for at in range(10, 150)]
+        shares += [weights[:, at, 1:150].sum(-1) for at in range(150, 290)]
+        np.testing.assert_allclose(known.mass[layer], shares, atol=1e-5)
+    for part, (fresh, cached) in enumerate(zip(kv.layer(1), fetched(engine).layer(1), strict=True)):
+        norms = np.linalg.norm(fresh[:, 10:290] - cached[:, 10:290], axis=-1).T
+        np.testing.assert_allclose(known.deviation[..., part], norms, atol=1e-5)
+
+
+def test_long_prompts_are_attended_to_some_queries_at_a_time(llama: LayeredTransformer) -> None:
+    ids = np.random.default_rng(0).integers(0, 160, 700)
+    whole, parts = (KVBuffers.allocate(llama.spec, 700) for _ in range(2))
+    want = llama.run(ids, whole, 0)
+    got = run(llama, ids, parts, 0, [], Blend())
+    assert relative(got.logits, want) < 1e-5
+    for ours, theirs in zip(parts.layer(3), whole.layer(3), strict=True):
+        np.testing.assert_allclose(ours, theirs, atol=1e-4)
+
+
+def test_an_engine_or_a_model_with_its_options_is_taken() -> None:
+    model = build("LlamaConfig", {})
+    engine = TransformersEngine(model, weights=b"w" * 32)
+    made, same = LayeredTransformer(engine), LayeredTransformer(model, weights=b"w" * 32)
+    assert made.engine is engine and made.spec == same.spec
+    assert made.shape == (4, 64, 4, 2, 16, 96)
+
+
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [("GPTNeoXConfig", {}), ("PhiConfig", {}), ("CohereConfig", {}), ("OlmoConfig", {})],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_other_architectures_are_refused_by_name(config: str, fields: dict[str, Any]) -> None:
+    name = config.removesuffix("Config")
+    with pytest.raises(
+        SpecError, match=rf"{name}ForCausalLM cannot be run layer by layer; supported are Llama"
+    ):
+        LayeredTransformer(TransformersEngine(build(config, fields), assume_standard=True))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16"])
+def test_k02_a_model_that_computes_something_else_than_its_class_says_is_refused(dtype: str) -> None:
+    model = build("LlamaConfig", {}, getattr(torch, dtype))
+    plain = model.model.layers[2].forward
+    model.model.layers[2].forward = lambda x, *args, **kwargs: plain(x, *args, **kwargs) + 0.5 * x
+    with pytest.raises(
+        SpecError, match=r"its K/V of layer 3 differ from its own forward by \d\.\de[-+]\d\d, more"
+    ):
+        LayeredTransformer(model)
+    head = build("LlamaConfig", {}, getattr(torch, dtype))
+    forward = head.forward
+
+    def capped(*args: Any, logits_to_keep: int = 0, **kwargs: Any) -> Any:
+        out = forward(*args, logits_to_keep=logits_to_keep, **kwargs)
+        out.logits = torch.tanh(out.logits)
+        return out
+
+    head.forward = capped
+    with pytest.raises(SpecError, match="its logits differ from its own forward"):
+        LayeredTransformer(head)
