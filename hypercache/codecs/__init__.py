@@ -7,6 +7,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
+from hypercache.codecs import kernels
 from hypercache.codecs.base import Codec
 from hypercache.codecs.fp8 import Fp8Codec
 from hypercache.codecs.int4 import Int4Codec, Int4PlainCodec
@@ -50,11 +51,10 @@ def warm(codec: Codec, layouts: Iterable[KVLayout]) -> None:
         if layout.dtype.is_fp8:
             continue
         dim = layout.parts[rotated_part(layout)].dim
-        for rotary_dim in {dim - dim % 2, 2} - {0}:  # the whole head's may have a kernel of its own
-            still = Turn(
-                np.ones(rotary_dim // 2, np.float32), np.zeros(rotary_dim // 2, np.float32), rotary_dim, False
-            )
-            codec.decode(layout, chunk, parts, still)
+        for rotary_dim in (2, *kernels.FIXED):
+            if rotary_dim <= dim:
+                none = np.zeros(rotary_dim // 2, np.float32)
+                codec.decode(layout, chunk, parts, Turn(none, none, rotary_dim, False))
 
 
 __all__ = ["Codec", "get", "names", "warm"]

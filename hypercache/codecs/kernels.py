@@ -624,22 +624,22 @@ def _make_turn(fixed: int) -> Any:
 
 # The usual head dims have kernels of their own: with a constant trip count LLVM unrolls the row loops
 # completely. Each is compiled when first used.
-_FIXED = (64, 128)
-_ENCODE = {dim: _make_encode(dim) for dim in (0, *_FIXED)}
-_DECODE = {dim: _make_decode(dim) for dim in (0, *_FIXED)}
-_TURN = {dim: _make_turn(dim) for dim in (0, *_FIXED)}
+FIXED = (64, 128)
+_ENCODE = {dim: _make_encode(dim) for dim in (0, *FIXED)}
+_DECODE = {dim: _make_decode(dim) for dim in (0, *FIXED)}
+_TURN = {dim: _make_turn(dim) for dim in (0, *FIXED)}
 
 
 def encoder(dim: int) -> Any:
     """The ``encode_rows`` to use for rows of ``dim`` elements."""
-    return _ENCODE[dim if dim in _FIXED else 0]
+    return _ENCODE[dim if dim in FIXED else 0]
 
 
 def decoder(dim: int) -> Any:
     """The ``decode_rows`` to use for rows of ``dim`` elements."""
-    return _DECODE[dim if dim in _FIXED else 0]
+    return _DECODE[dim if dim in FIXED else 0]
 
 
 def turner(rotary_dim: int) -> Any:
     """The ``turn_rows`` to use where the first ``rotary_dim`` elements of a row are rotated."""
-    return _TURN[rotary_dim if rotary_dim in _FIXED else 0]
+    return _TURN[rotary_dim if rotary_dim in FIXED else 0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from hypothesis import strategies as st
 
 from hypercache import codecs
 from hypercache.model import KVDtype, KVLayout, Part
@@ -124,3 +125,22 @@ def e4m3_round(x):
     low, high = positive[above - 1], positive[above]
     up = (a - low > high - a) | ((a - low == high - a) & (above % 2 == 0))
     return (above - ~up) | np.where(np.signbit(x), 0x80, 0)
+
+
+@st.composite
+def places(draw, shape, dtype):
+    """How an array lies in foreign memory: any order, direction and gaps of the outer axes, any alignment.
+
+    The result makes one in memory filled with a given byte: ``(memory, array)``.
+    """
+    gap, shift = draw(st.integers(0, 3)), draw(st.integers(0, 3))
+    swap, steps = draw(st.booleans()), draw(st.tuples(*[st.sampled_from([1, -1])] * 2))
+
+    def make(fill):
+        first, second = (shape[1], shape[0]) if swap else shape[:2]
+        memory = np.full(shift + first * second * (shape[2] + gap) * dtype.itemsize, fill, np.uint8)
+        array = memory[shift:].view(dtype).reshape(first, second, -1)[:, :, : shape[2]]
+        array = array.transpose(1, 0, 2) if swap else array
+        return memory, array[:: steps[0], :: steps[1]]
+
+    return make

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kvdata import FLOATS, SCALED, decode, encode, gaussian, load, mla, split
+from kvdata import FLOATS, SCALED, decode, encode, gaussian, load, mla, places, split
 
 from hypercache import codecs
 from hypercache.errors import SpecError
@@ -99,25 +99,6 @@ def test_a_run_of_blocks_is_its_blocks(name):
     for block in range(4):
         alone = encode(name, layout, [part[:, block * 16 : block * 16 + 16] for part in parts], 1)
         assert np.array_equal(run[block], alone[0])
-
-
-@st.composite
-def places(draw, shape, dtype):
-    """How an array lies in foreign memory: any order, direction and gaps of the outer axes, any alignment.
-
-    The result makes one in memory filled with a given byte: ``(memory, array)``.
-    """
-    gap, shift = draw(st.integers(0, 3)), draw(st.integers(0, 3))
-    swap, steps = draw(st.booleans()), draw(st.tuples(*[st.sampled_from([1, -1])] * 2))
-
-    def make(fill):
-        first, second = (shape[1], shape[0]) if swap else shape[:2]
-        memory = np.full(shift + first * second * (shape[2] + gap) * dtype.itemsize, fill, np.uint8)
-        array = memory[shift:].view(dtype).reshape(first, second, -1)[:, :, : shape[2]]
-        array = array.transpose(1, 0, 2) if swap else array
-        return memory, array[:: steps[0], :: steps[1]]
-
-    return make
 
 
 @pytest.mark.parametrize("dtype", FLOATS)
