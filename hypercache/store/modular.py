@@ -23,7 +23,8 @@ if TYPE_CHECKING:
 
 MARK_NBYTES: Final = 24  # fingerprint (uint64, little-endian), modular digest (16 bytes)
 EITHER_END: Final = 4  # blocks of one fingerprint that are tried: so many of the newest, and of the oldest
-SEARCH_STEPS: Final = 1 << 17  # blocks looked at in one search: some tens of milliseconds
+SEARCH_STEPS: Final = 1 << 17  # blocks and offsets looked at in one search: some tens of milliseconds ...
+_START_STEPS: Final = 4  # ... where to begin a run takes the time of so many
 
 Fingerprints = npt.NDArray[np.uint64]
 
@@ -170,6 +171,7 @@ class _Search:
 
     def longest(self, offset: int) -> list[Block]:
         """The best run that begins at ``offset``; maybe none."""
+        self.steps -= 1
         newest = self._windows.get(self._fingerprints[offset])
         best: list[Block] = []
         for block in [] if newest is None else _both_ends(newest):
@@ -182,7 +184,7 @@ class _Search:
 
     def _run(self, block: Block, offset: int) -> list[Block]:
         run = [block]
-        self.steps -= 1
+        self.steps -= _START_STEPS
         for at in range(offset + self._size, len(self._fingerprints), self._size):
             child = self._child(run[-1], self._fingerprints[at])
             if child is None:

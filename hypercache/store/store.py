@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
+from itertools import repeat
 
 import numpy as np
 import numpy.typing as npt
@@ -231,10 +232,9 @@ class BlockStore:
         for digest in (*digests, *(() if parent is None else (parent,))):
             if type(digest) is not bytes or not 16 <= len(digest) <= 64:
                 raise SpecError("a block digest must be 16..64 bytes; see hypercache.keys")
-        marks = marks or [b""] * len(digests)
-        if len(marks) != len(digests):
+        if marks and len(marks) != len(digests):
             raise SpecError(f"{len(marks)} marks for {len(digests)} digests; give one for each, or none")
-        if not all(type(mark) is bytes and len(mark) in (0, MARK_NBYTES) for mark in marks):
+        if not all(type(mark) is bytes and len(mark) == MARK_NBYTES for mark in marks):
             raise SpecError(f"a mark must be {MARK_NBYTES} bytes; see hypercache.fingerprint.marks")
         self._ledger.expire(now)
         tree = self._tree(ns)
@@ -249,7 +249,7 @@ class BlockStore:
                 return [Skip(reason or "full")] * len(digests)
         self._used_last(tree)
         tree.busy += 1  # or it could go while others make room for it
-        chain = list(zip(digests, marks, strict=True))
+        chain = list(zip(digests, marks or repeat(b""), strict=bool(marks)))
         out = self._promises.reserve(tree, before, chain, reason, owner, now, self._writable)
         tree.busy -= 1
         if not tree.blocks and not tree.busy:

@@ -49,12 +49,17 @@ def write(store: BlockStore, reservation: Reservation, now: float = 0.0) -> None
 
 
 def put(
-    store: BlockStore, ns: Namespace, digests: Sequence[bytes], now: float, parent: bytes | None = None
+    store: BlockStore,
+    ns: Namespace,
+    digests: Sequence[bytes],
+    now: float,
+    parent: bytes | None = None,
+    marks: Sequence[bytes] = (),
 ) -> list[str]:
     """Store a chain, one block after the other; "stored" or the reason of the skip, per block."""
     out: list[str] = []
-    for digest in digests:
-        (entry,) = store.reserve(ns, parent, [digest], "writer", now)
+    for index, digest in enumerate(digests):
+        (entry,) = store.reserve(ns, parent, [digest], "writer", now, marks[index : index + 1])
         try:
             if isinstance(entry, Skip):
                 out.append(entry.reason)
@@ -142,6 +147,7 @@ def audit(store: BlockStore, pinned: Iterable[Lease | Reservation] = ()) -> None
         if block.hidden:
             assert block.held or block.child is not None or found  # else it is lost
         parent = block.parent
+        assert block.depth == (0 if parent is None else parent.depth + 1)
         if parent is not None:  # no orphans
             assert parent.state != FREED and parent.tree is block.tree
             if not store._climbs and block.state < DOOMED:
@@ -150,3 +156,27 @@ def audit(store: BlockStore, pinned: Iterable[Lease | Reservation] = ()) -> None
                 assert parent.state == COMMITTED
             if parent.state == DOOMED:
                 assert block.state == DOOMED
+    audit_windows(store, blocks)
+
+
+def audit_windows(store: BlockStore, blocks: Iterable[Block]) -> None:
+    """The modular index has the committed blocks that have a mark, each in the ring of its fingerprint."""
+    found: list[Block] = []
+    slots: Counter[int] = Counter()
+    sieve = store._room.sieve
+    for tree in {block.tree for block in blocks} | set(store._trees.values()):
+        for fingerprint, newest in tree.windows.items():
+            slots[fingerprint & (sieve.nbytes - 1)] += 1
+            node = newest
+            while True:
+                assert node.fingerprint == fingerprint and node.tree is tree
+                assert node.older is not None and node.older.newer is node
+                found.append(node)
+                node = node.older
+                if node is newest:
+                    break
+    assert len(set(found)) == len(found)
+    assert set(found) == {block for block in blocks if block.state == COMMITTED and block.fingerprint}
+    assert all((block.newer is None) == (block.older is None) == (block not in found) for block in blocks)
+    counts = sieve._array
+    assert {int(slot): int(counts[slot]) for slot in counts.nonzero()[0]} == slots

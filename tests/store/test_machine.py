@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
+from itertools import product
 
+import numpy as np
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -33,6 +35,8 @@ SPACES = {
 NAMES = st.sampled_from(sorted(SPACES))
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple)
 OWNERS = st.sampled_from(["a", "b", "c"])
+MARKED = st.sampled_from([True, True, True, False])
+CHAINS = st.lists(st.tuples(PATHS, st.integers(1, 5)), max_size=3)
 
 
 def name(path: tuple[int, ...]) -> bytes:
@@ -41,6 +45,35 @@ def name(path: tuple[int, ...]) -> bytes:
 
 def prefixes(path: tuple[int, ...]) -> list[bytes]:
     return [name(path[:i]) for i in range(1, len(path) + 1)]
+
+
+SIZE = 2  # tokens of a block
+ALL = [path for length in range(1, 5) for path in product((0, 1), repeat=length)]
+PATH = {name(path): path for path in ALL}
+
+
+def text(path: tuple[int, ...]) -> int:
+    """Fingerprint of a path's last block: its text is the path's last two steps, so that each text stands in
+    several contexts, but in no more of them than a search looks at."""
+    return 1 + int("".join(map(str, (1, *path[-2:]))), 2)
+
+
+def marks(path: tuple[int, ...]) -> list[bytes]:
+    return [text(path[:i]).to_bytes(8, "little") + name(path[:i]) for i in range(1, len(path) + 1)]
+
+
+# Prompts: texts of stored paths, or their ends, at odd and even tokens, with other text between.
+PROMPTS = st.lists(st.tuples(st.integers(0, 3), PATHS, st.integers(0, 2)), min_size=1, max_size=4)
+
+
+def prompt(pieces: list[tuple[int, tuple[int, ...], int]]) -> list[int]:
+    """The fingerprint at each token of a prompt; 0 where nothing known can stand."""
+    out: list[int] = []
+    for gap, path, first in pieces:
+        out += [0] * gap
+        for end in range(min(first, len(path) - 1) + 1, len(path) + 1):
+            out += [text(path[:end]), 0]
+    return out
 
 
 class Machine(RuleBasedStateMachine):
@@ -54,9 +87,10 @@ class Machine(RuleBasedStateMachine):
     def start(self) -> None:
         self.store = BlockStore(4 * MIB, lease_limit_s=LEASE, store_stall_s=STALL)
         self.now = 0.0
-        self.spaces = {key: self.store.open_namespace(info(key, chunks)) for key, chunks in SPACES.items()}
+        self.spaces = {key: self.store.open_namespace(info(key, c, SIZE)) for key, c in SPACES.items()}
         self.parents: dict[tuple[str, bytes], bytes | None] = {}
         self.full: set[tuple[str, bytes]] = set()  # all layers in, current epoch
+        self.marked: dict[tuple[str, bytes], bool] = {}  # by the latest writer
         self.opened: list[Lease] = []
         self.pins: list[Lease | Reservation] = []
         self.evicted = 0
@@ -84,16 +118,18 @@ class Machine(RuleBasedStateMachine):
         path=PATHS,
         skip=st.integers(0, 2),
         owner=OWNERS,
+        marked=MARKED,
     )
-    def reserve(self, space, path, skip, owner):
-        return multiple(*self.take(space, path, skip, owner))
+    def reserve(self, space, path, skip, owner, marked):
+        return multiple(*self.take(space, path, skip, owner, marked))
 
-    def take(self, space, path, skip, owner):
+    def take(self, space, path, skip, owner, marked):
         digests = prefixes(path)
         first = min(skip, len(digests) - 1)
         parent = digests[first - 1] if first else None
         before = set(self.store.contains(self.spaces[space], digests))
-        entries = self.store.reserve(self.spaces[space], parent, digests[first:], owner, self.now)
+        given = marks(path)[first:] if marked else ()
+        entries = self.store.reserve(self.spaces[space], parent, digests[first:], owner, self.now, given)
         assert len(entries) == len(digests) - first
         got = []
         for index, entry in enumerate(entries, first):
@@ -103,18 +139,19 @@ class Machine(RuleBasedStateMachine):
                     assert True in before
                 continue
             self.parents[space, entry.digest] = digests[index - 1] if index else None
+            self.marked[space, entry.digest] = marked
             assert entry.nbytes == sum(SPACES[space])
             got.append((space, entry))
         self.reconcile()
         return got
 
-    @rule(space=NAMES, path=PATHS, owner=OWNERS)
-    def put(self, space, path, owner):
-        for _, reservation in self.take(space, path, 0, owner):
+    @rule(space=NAMES, path=PATHS, owner=OWNERS, marked=MARKED)
+    def put(self, space, path, owner, marked):
+        for _, reservation in self.take(space, path, 0, owner, marked):
             self.fill((space, reservation), [0, 1, 2])
 
-    @rule(target=reservations, item=reservations, owner=OWNERS, pin=st.booleans())
-    def write_again(self, item, owner, pin):
+    @rule(target=reservations, item=reservations, owner=OWNERS, pin=st.booleans(), marked=MARKED)
+    def write_again(self, item, owner, pin, marked):
         """E03: somebody wants a block whose writer may have stalled, perhaps with a transport at work."""
         space, reservation = item
         if pin:
@@ -124,12 +161,14 @@ class Machine(RuleBasedStateMachine):
         parent = self.parents[key]
         if key in self.full:
             return multiple()
-        (entry,) = self.store.reserve(self.spaces[space], parent, [reservation.digest], owner, self.now)
+        mark = marks(PATH[reservation.digest])[-1:] if marked else ()
+        (entry,) = self.store.reserve(self.spaces[space], parent, [key[1]], owner, self.now, mark)
         self.reconcile()
         if isinstance(entry, Skip):
             assert entry.reason in ("full", "orphan")
             return multiple()
         assert not reservation.open or not reservation.block.tree.live  # cleared: refused when it fills
+        self.marked[key] = marked
         return space, entry
 
     @rule(item=reservations, layers=st.lists(st.integers(0, 2), min_size=1, max_size=4))
@@ -197,19 +236,74 @@ class Machine(RuleBasedStateMachine):
             self.store.unpin(held)
             self.pins.remove(held)
 
-    @rule(target=leases, space=NAMES, path=PATHS, owner=OWNERS, ttl=st.floats(0.5, 20))
-    def lease(self, space, path, owner, ttl):
+    def hit(self, space, path):
+        """Blocks of the causal run."""
+        visible = self.visible()
+        missing = [i for i, digest in enumerate(prefixes(path)) if (space, digest) not in visible]
+        return min(missing, default=len(path))
+
+    @rule(target=leases, space=NAMES, path=PATHS, chains=CHAINS, owner=OWNERS, ttl=st.floats(0.5, 20))
+    def lease(self, space, path, chains, owner, ttl):
         digests = prefixes(path)
         count = self.store.match(self.spaces[space], digests, self.now)
-        lease = self.store.lease(self.spaces[space], digests, owner, ttl, self.now)
+        asked = [(name(path), count) for path, count in chains]
+        lease = self.store.lease(self.spaces[space], digests, owner, ttl, self.now, asked)
         visible = self.visible()
-        want = 0
-        while want < len(digests) and (space, digests[want]) in visible:
-            want += 1
-        assert [b.digest for b in lease.blocks] == digests[:want] and count == want
-        assert lease.open == bool(want) and lease.expires <= self.now + LEASE
+        want = [digests[: self.hit(space, path)]]
+        for chain, length in chains:
+            there = (space, name(chain)) in visible and length <= len(chain)
+            want.append(prefixes(chain)[-length:] if there else [])
+        assert [b.digest for b in lease.blocks] == [digest for chain in want for digest in chain]
+        assert lease.counts == tuple(map(len, want)) and count == len(want[0])
+        assert lease.open == any(want) and lease.expires <= self.now + LEASE
         self.opened.append(lease)
         return lease
+
+    @rule(space=NAMES, path=PATHS, pieces=PROMPTS, first=st.integers(0, 4), least=st.integers(1, 3))
+    def locate(self, space, path, pieces, first, least):
+        asked = prompt(pieces)
+        located = self.store.locate(
+            self.spaces[space], prefixes(path), first, np.array(asked, np.uint64), least, self.now
+        )
+        hit = self.hit(space, path)
+        assert located.hit == hit and located.complete
+        found = []
+        for run in located.runs:
+            paths = [PATH[block.digest] for block in run.blocks]
+            assert paths == [paths[-1][: len(p)] for p in paths]  # parent -> child
+            assert run.source == (len(paths[0]) - 1) * SIZE
+            assert [block.modular for block in run.blocks] == [name(p) for p in paths]
+            found.append((run.at - first, paths))
+        at, want = max(0, hit * SIZE - first), []
+        while at < len(asked):
+            runs = self.runs(space, asked[at::SIZE])
+            longest = max(map(len, runs), default=0)
+            if longest >= least:
+                want.append((at, [run for run in runs if len(run) == longest]))
+            at += longest * SIZE if longest >= least else 1
+        assert [at for at, _ in found] == [at for at, _ in want]
+        for (_, paths), (_, best) in zip(found, want, strict=True):
+            assert paths in best
+            assert len(paths[0]) == 1 or all(len(run[0]) > 1 for run in best)  # the isolated one, if there
+
+    def runs(self, space, texts):
+        """All maximal chains of visible, marked blocks with these texts."""
+        visible = {PATH[d] for s, d in self.visible() if s == space and self.marked[s, d]}
+        out = []
+        for path in visible:
+            run = []
+            for wanted in texts:
+                if path not in visible or text(path) != wanted:
+                    break
+                run.append(path)
+                following = [(*path, step) for step in (0, 1)]
+                path = (
+                    next((p for p in following if text(p) == texts[len(run)]), ())
+                    if len(run) < len(texts)
+                    else ()
+                )
+            out += [run] if run else []
+        return out
 
     @rule(lease=leases)
     def release(self, lease):

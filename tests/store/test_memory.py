@@ -42,12 +42,13 @@ def test_the_index_charge_is_what_the_index_takes(make: Make, layers: int, lengt
         before = tracemalloc.get_traced_memory()[0]
         for prompt in range(blocks // length):
             digests = chain(f"p{prompt}", length)
-            for entry in store.reserve(ns, None, digests, "w", float(prompt) + 0.5):
+            marks = [digest[:24] for digest in digests]
+            for entry in store.reserve(ns, None, digests, "w", float(prompt) + 0.5, marks):
                 assert isinstance(entry, Reservation)
                 entry.chunk(0)
                 for layer in range(layers):
                     store.fill(entry, layer, 1 << 31, 0.5)
-        del digests, entry
+        del digests, entry, marks
         gc.collect()
         measured = (tracemalloc.get_traced_memory()[0] - before) / blocks
     finally:
