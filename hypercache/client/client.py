@@ -19,31 +19,26 @@ from typing import Any
 
 from hypercache import codecs, fingerprint, protocol, rope
 from hypercache.client import environment
-from hypercache.client.buffers import ChunkBuffers, ChunkPort, CodecPort, Coder, taint
+from hypercache.client.buffers import Coder
 from hypercache.client.finding import Finder, Reuse
 from hypercache.client.handles import Saving, Transfer
 from hypercache.client.hashing import SPENT, Hasher, aside
 from hypercache.client.link import AGENT, Link
-from hypercache.client.operations import FetchOperation, StoreOperation
+from hypercache.client.moving import FRAME_BYTES, Buffers, Mover
 from hypercache.client.place import Place
-from hypercache.client.plan import MIN_RUN, Segment, Stretch, least_blocks, wanted
+from hypercache.client.plan import MIN_RUN, Segment, least_blocks
 from hypercache.client.results import FetchResult, Match, Prompt, StoreResult
-from hypercache.errors import ConfigError, SpecError, Unavailable
+from hypercache.errors import ConfigError, Unavailable
 from hypercache.keys import HASH_VERSION, MediaSpan, Namespace, TenantKey
-from hypercache.kv import KVBuffers
 from hypercache.model import ModelSpec
 from hypercache.segments import check as check_segments
 
 DEFAULT_URI = "tcp://127.0.0.1:7440"
 DEFAULT_CODEC = "int8"
 DEADLINE_S = 5.0
-FRAME_BYTES = protocol.MAX_FRAME_BYTES  # of payload; a frame costs both ends tens of microseconds
-
 SWITCHED_OFF = "switched off for this client: connect(modular=False)"
-APPROXIMATE = "approximate K/V are not stored"
 
 Tokens = Any  # any integer sequence or array that keys.canonical_tokens takes
-Buffers = KVBuffers | ChunkBuffers
 
 
 async def connect(
@@ -126,7 +121,6 @@ class Client:
         self._place = Place()
         self._coder = Coder(self.codec, model, block_size, FRAME_BYTES)
         self.chunk_nbytes = self._coder.chunk_nbytes
-        self._has_stored = False
         self._label = _label(model, codec, block_size, salt)
         self._link = Link(
             uri,
@@ -141,6 +135,7 @@ class Client:
             ),
             protocol.Open(self.namespace.digest, block_size, codec, self.chunk_nbytes, self._label),
         )
+        self._mover = Mover(self._place, self._link, self._coder, self._hasher, model, self.reuse)
 
     async def _start(self) -> None:
         await asyncio.to_thread(self._warm)  # or the first call compiles
@@ -282,79 +277,7 @@ class Client:
         """
         self._place.check()
         until = time.monotonic() + self._budget(deadline)
-        return self._start_fetch(prompt, into, start, layers, on_layer, until)
-
-    def _start_fetch(
-        self,
-        prompt: Tokens | Prompt | Match,
-        into: Buffers,
-        start: int,
-        layers: range | None,
-        on_layer: Callable[[int], None] | None,
-        until: float,
-    ) -> Transfer:
-        hashed = self._hasher.hashed(prompt)
-        every = range(self.model.num_layers)
-        layers = every if layers is None else layers
-        if layers.step != 1 or not 0 <= layers.start < layers.stop <= every.stop:
-            raise SpecError(f"layers {layers} must be a contiguous part of 0..{every.stop - 1}")
-        if start < 0:
-            raise SpecError(f"start={start} must not be negative")
-        self._check_buffers(into)
-        match = prompt if isinstance(prompt, Match) else Match(hashed, hashed.usable_blocks)
-        tokens, rows = hashed.tokens, protocol.MAX_BLOCKS
-        if isinstance(into, ChunkBuffers):
-            rows = min(rows, into.blocks)
-        else:
-            tokens = into.tokens
-        stretches = wanted(match.hit_blocks, match.modular, start, self.block_size, tokens, rows)
-        port = self._port(into, stretches, start)
-        port.check_writable()
-        transfer = Transfer(self._place, start, layers, stretches, self.block_size)
-        transfer.on_layer = on_layer
-        asked = [stretch.blocks for stretch in stretches]
-        if not any(asked):
-            why = prompt.reason if isinstance(prompt, Match) else "no full block to fetch"
-            transfer.finish(FetchResult(start, 0, 0, why or "nothing beyond start"))
-            return transfer
-        budget = until - time.monotonic()
-        if budget <= 0:
-            transfer.finish(FetchResult(start, 0, 0, SPENT))
-            return transfer
-
-        first, frame_bytes = start // self.block_size, self._frame_bytes()
-        untaint = taint(into, stretches, start, whole=layers == every)
-
-        def ended() -> None:
-            timer.cancel()
-            result = transfer.outcome(operation)
-            self.reuse.tokens_fetched += sum(span.stop - span.start for span in result.modular)
-            if not result.modular:
-                untaint()
-            transfer.finish(result)
-
-        operation = FetchOperation(
-            port,
-            self.chunk_nbytes,
-            asked,
-            layers,
-            frame_bytes,
-            transfer.layer_done,
-            ended,
-            lambda reason: self._give_up(operation, reason),
-        )
-        timer = asyncio.get_running_loop().call_later(budget, lambda: self._give_up(operation, "deadline"))
-        transfer.begin(operation, lambda: self._give_up(operation, "cancelled"))
-        message = protocol.Fetch(
-            self._link.handle,
-            protocol.join_digests(hashed.digests[first : first + asked[0]]),
-            (layers.start, layers.stop),
-            max(1, int(budget * 1000)),
-            frame_bytes,
-            tuple([(stretch.span.tail, stretch.blocks) for stretch in stretches if stretch.span is not None]),
-        )
-        self._link.begin(message, operation)
-        return transfer
+        return self._mover.fetch(self._hashed(prompt), into, start, layers, on_layer, until)
 
     async def fetch(
         self,
@@ -369,8 +292,8 @@ class Client:
         """:meth:`start_fetch`, waited for."""
         self._place.check()
         until = time.monotonic() + self._budget(deadline)
-        prompt = await self._hash(prompt)
-        return await self._start_fetch(prompt, into, start, layers, on_layer, until)
+        hashed = self._hashed(await self._hash(prompt))
+        return await self._mover.fetch(hashed, into, start, layers, on_layer, until)
 
     def start_store(
         self,
@@ -388,65 +311,14 @@ class Client:
             out: stored under this prompt's name it would be handed out as exact.
         start: tokens that are known to be stored (``match.hit_tokens``); a multiple of the block size.
         ready_layers: layers that stand in ``kv`` already, default all; see :meth:`Saving.layer_ready`.
-        Long prompts should be hashed before, see :meth:`match`.
+        Long prompts should be hashed before, see :meth:`match`; what its blocks are found by out of context
+        is hashed here in any case.
         """
         self._place.check()
         until = time.monotonic() + self._budget(deadline)
-        return self._start_store(prompt, kv, start, ready_layers, until)
-
-    def _start_store(
-        self,
-        prompt: Tokens | Prompt | Match,
-        kv: Buffers,
-        start: int,
-        ready_layers: int | None,
-        until: float,
-        marks: Sequence[bytes] | None = None,
-    ) -> Saving:
         hashed = self._hasher.hashed(prompt)
-        if not 0 <= start <= hashed.tokens or start % self.block_size:
-            raise SpecError(
-                f"start={start} must be a multiple of the block size {self.block_size} within the prompt's "
-                f"{hashed.tokens} tokens"
-            )
-        first = start // self.block_size
-        self._check_buffers(kv)
-        room = kv.tokens // self.block_size - first if isinstance(kv, KVBuffers) else kv.blocks
-        port = self._port(kv, [Stretch(max(0, room), start)], start)
-        self._has_stored = True
-        offered = min(len(hashed.digests) - first, port.blocks)
-        inexact = APPROXIMATE if port.exact < offered else ""
-        offered = min(offered, port.exact)
-        if offered <= 0:
-            why = "nothing new" if first and first == len(hashed.digests) else "no full block to store"
-            return Saving.of(self._place, StoreResult(0, {}, 0, inexact or why))
-        budget = until - time.monotonic()
-        if budget <= 0:
-            return Saving.of(self._place, StoreResult(offered, {"aborted": offered}, 0, SPENT))
-        ready = self.model.num_layers if ready_layers is None else ready_layers
-        # A server reserves all that one request names at once; long prompts take several: others get on.
-        parts = range(0, offered, protocol.MAX_STORE_BLOCKS)
-        saving = Saving(self._place, len(parts), self._give_up, budget, inexact)
-        if marks is None:
-            marks = self._marks(hashed, first)
-        frame_bytes = self._frame_bytes()
-        for begin in parts:
-            count = min(protocol.MAX_STORE_BLOCKS, offered - begin)
-            at = first + begin
-            message = protocol.Store(
-                self._link.handle,
-                hashed.digests[at - 1] if at else None,
-                protocol.join_digests(hashed.digests[at : at + count]),
-                max(1, int(budget * 1000)),
-                b"".join(marks[begin : begin + count]),
-            )
-            blocks = range(begin, begin + count)
-            operation = StoreOperation(port, self.chunk_nbytes, blocks, ready, frame_bytes, saving)
-            saving.add(operation)
-            channel = self._link.begin(message, operation)
-            if channel is not None:
-                operation.begin(channel)
-        return saving
+        marks = self._marks(hashed, start // self.block_size)
+        return self._mover.store(hashed, kv, start, ready_layers, until, marks)
 
     async def store(
         self, prompt: Tokens | Prompt | Match, kv: Buffers, *, start: int = 0, deadline: float | None = None
@@ -456,7 +328,7 @@ class Client:
         until = time.monotonic() + self._budget(deadline)
         hashed = self._hasher.hashed(await self._hash(prompt))
         marks = await aside(hashed.tokens - start, partial(self._marks, hashed, start // self.block_size))
-        return await self._start_store(hashed, kv, start, None, until, marks)
+        return await self._mover.store(hashed, kv, start, None, until, marks)
 
     async def contains(self, prompt: Tokens | Prompt | Match, *, deadline: float | None = None) -> list[bool]:
         """For each full block, whether it is stored; all False when no server answers. Renews nothing.
@@ -494,40 +366,8 @@ class Client:
 
     # --- helpers
 
-    def _check_buffers(self, buffers: Buffers) -> None:
-        if isinstance(buffers, ChunkBuffers):
-            buffers.check(self.chunk_nbytes)
-        elif not isinstance(buffers, KVBuffers):
-            raise SpecError(
-                f"K/V go in and out by KVBuffers or ChunkBuffers, got {type(buffers).__name__}; "
-                "KVBuffers.wrap takes the engine's own arrays"
-            )
-        elif buffers.spec != self.model:
-            raise SpecError(
-                f"the buffers belong to model {_who(buffers.spec)}, the client to {_who(self.model)}"
-            )
-
-    def _port(self, buffers: Buffers, stretches: Sequence[Stretch], start: int) -> ChunkPort:
-        if isinstance(buffers, ChunkBuffers):
-            return buffers
-        return CodecPort(self._coder, buffers, stretches, start)
-
-    def _frame_bytes(self) -> int:
-        """Payload of a frame: ours, or less where the server takes less."""
-        server = self._link.server
-        return FRAME_BYTES if server is None else min(FRAME_BYTES, server.max_payload)
-
     def _budget(self, deadline: float | None) -> float:
         return self.deadline if deadline is None else _seconds(deadline)
-
-    def _give_up(self, operation: FetchOperation | StoreOperation, reason: str) -> None:
-        if not operation.ended:
-            if reason == "deadline":
-                self._link.timed_out(operation)
-            operation.end(reason)
-            self._link.forget(operation)
-        if isinstance(operation, StoreOperation):
-            operation.reclaim()
 
     async def _ask(self, question: protocol.Message, until: float) -> protocol.Message | str:
         left = until - time.monotonic()
@@ -539,6 +379,11 @@ class Client:
             return prompt
         return await aside(operator.length_hint(prompt), partial(self.prompt, prompt))
 
+    def _hashed(self, prompt: Tokens | Prompt | Match) -> Prompt | Match:
+        """As it is, if it is one of this client's blocks; tokens are hashed."""
+        hashed = self._hasher.hashed(prompt)
+        return prompt if isinstance(prompt, Match) else hashed
+
     def _marks(self, hashed: Prompt, first: int) -> list[bytes]:
         return [] if self.modular_refusal else self._hasher.marks(hashed, first)
 
@@ -549,7 +394,7 @@ class Client:
 
     def _likely_cause(self, refusal: str, min_run: int) -> str:
         opened = self._link.opened
-        if refusal or not (self._has_stored or opened is None or opened.blocks):
+        if refusal or not (self._mover.has_stored or opened is None or opened.blocks):
             return refusal or self._why_not(0)
         return (
             f"no run of {min_run} tokens of them is stored so that it can be found; either their token ids "
@@ -561,7 +406,7 @@ class Client:
         opened = self._link.opened
         if hit:
             return "not stored beyond this"
-        if self._has_stored or opened is None or opened.blocks:
+        if self._mover.has_stored or opened is None or opened.blocks:
             return "not stored"
         others = list(dict.fromkeys(opened.others))[-3:]
         if others:
@@ -597,10 +442,6 @@ def _label(model: ModelSpec, codec: str, block_size: int, salt: str | None) -> s
     if salt:
         parts.append("salted")
     return " ".join(parts)[: protocol.MAX_LABEL]
-
-
-def _who(spec: ModelSpec) -> str:
-    return f"{spec.name!r} (fingerprint {spec.fingerprint().hex()[:8]})"
 
 
 def _refusal(answer: protocol.Message) -> str:

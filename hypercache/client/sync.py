@@ -13,9 +13,10 @@ from collections.abc import Callable, Coroutine, Sequence
 from types import TracebackType
 from typing import Any, TypeVar
 
-from hypercache.client.client import Buffers, Client, Tokens, connect
+from hypercache.client.client import Client, Tokens, connect
 from hypercache.client.finding import Reuse
 from hypercache.client.handles import Saving, Transfer
+from hypercache.client.moving import Buffers
 from hypercache.client.plan import ModularSpan
 from hypercache.client.results import FetchResult, Match, Prompt, StoreResult
 from hypercache.errors import HyperCacheError
