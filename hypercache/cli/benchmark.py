@@ -1,4 +1,5 @@
-"""Measure on this machine: the reference engine, codecs, hashing, and a live server over TCP.
+"""Measure on this machine: the reference engine, codecs, hashing, and a live server over TCP; and how much of
+the prompts in your logs a cache would have found.
 
 Ratios compare with a memcpy in the same run; read them rather than the absolute figures of a busy machine.
 """
@@ -6,25 +7,35 @@ Ratios compare with a memcpy in the same run; read them rather than the absolute
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
-from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
 from hypercache.cli.local_server import local_server
+from hypercache.errors import ConfigError
 from hypercache.server import logs
 
-T = TypeVar("T")
 SERVER_MEMORY = "768MiB"
 CODEC_SECONDS = 20.0
 DIMS = (64, 128)  # the second is what the flat keys of "codecs" speak of
+PARTS = ("engine", "codecs", "keys", "live")  # what is measured without --part
+LIVE = ("engine", "live")  # those that need a server
+REUSE = "reuse"  # needs logs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
+    parser.add_argument("--part", choices=(*PARTS, REUSE), help="measure this alone (default: all but reuse)")
+    parser.add_argument("--logs", type=Path, metavar="DIR", help="reuse: prompt logs, SET_*.jsonl")
+    parser.add_argument(
+        "--tokenizer", type=Path, metavar="PATH", help="reuse: a tokenizer.json (default: SmolLM2's)"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -34,9 +45,10 @@ def run(args: argparse.Namespace) -> int:
     # More BLAS threads than idle cores wait for each other, and the figures would be about that. NumPy reads
     # this when it is loaded, so what needs NumPy is imported below.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-    results = measure(Console(stderr=True))
+    parts = PARTS if args.part is None else (args.part,)
+    results = measure(Console(stderr=True), parts, args.logs, args.tokenizer)
     if args.json:
-        print(json.dumps(results, indent=2))
+        print(json.dumps(results.get(REUSE, results), indent=2))
     else:
         console = Console()
         if not console.is_terminal:
@@ -45,22 +57,46 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def measure(progress: Console) -> dict[str, Any]:
-    """All parts: ``engine``, ``codecs``, ``keys`` and ``live``. Raises HyperCacheError."""
-    from hypercache.cli import bench_codecs, bench_live
+def measure(
+    progress: Console,
+    parts: Sequence[str] = PARTS,
+    directory: Path | None = None,
+    tokenizer: Path | None = None,
+) -> dict[str, Any]:
+    """Each of ``parts`` under its name. ``reuse`` reads the logs in ``directory``, with ``tokenizer``.
 
-    def step(text: str, work: Callable[[], T]) -> T:
-        with progress.status(text):
-            return work()
+    Raises HyperCacheError.
+    """
+    if (REUSE in parts) != (directory is not None) or (tokenizer and directory is None):
+        raise ConfigError(
+            "--part reuse and --logs DIR (with prompt logs, SET_*.jsonl) go together: give both"
+        )
+    from hypercache.cli import bench_codecs, bench_live, bench_reuse
 
-    with local_server(SERVER_MEMORY) as server:
-        uri = server["uris"][0]
-        engine = step("reference engine", lambda: bench_live.engine(uri))
-        codecs = step("codecs against memcpy", lambda: bench_codecs.measure(CODEC_SECONDS, DIMS))
-        keys = step("hashing a million tokens", bench_live.hashing)
-        live = step("live server", lambda: bench_live.live(uri))
-    flat = {name: _flat(by_dim) for name, by_dim in codecs.items()}
-    return {"engine": engine, "codecs": flat, "keys": keys, "live": live}
+    def codecs() -> dict[str, Any]:
+        return {name: _flat(by_dim) for name, by_dim in bench_codecs.measure(CODEC_SECONDS, DIMS).items()}
+
+    def reuse() -> dict[str, Any]:
+        assert directory is not None
+        return bench_reuse.measure(directory, tokenizer, progress.print)
+
+    with contextlib.ExitStack() as stack:
+        uri = ""
+        if set(parts) & set(LIVE):
+            uri = stack.enter_context(local_server(SERVER_MEMORY))["uris"][0]
+        work: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+            "engine": ("reference engine", lambda: bench_live.engine(uri)),
+            "codecs": ("codecs against memcpy", codecs),
+            "keys": ("hashing a million tokens", bench_live.hashing),
+            "live": ("live server", lambda: bench_live.live(uri)),
+            REUSE: ("prompts from logs", reuse),
+        }
+        results = {}
+        for part in parts:
+            text, measured = work[part]
+            with progress.status(text):
+                results[part] = measured()
+    return results
 
 
 def _flat(by_dim: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
@@ -72,9 +108,25 @@ def _flat(by_dim: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
     return {"dim": DIMS[1], **large, f"dim_{DIMS[0]}": small}
 
 
-def show(results: dict[str, Any], console: Console) -> None:
-    engine, keys, live = results["engine"], results["keys"], results["live"]
-    console.print("[bold]A. Reference engine[/bold] (NumPy)")
+def show(results: Mapping[str, Any], console: Console) -> None:
+    """Print what :func:`measure` found."""
+    from hypercache.cli import bench_reuse
+
+    shows: dict[str, Callable[[Mapping[str, Any], Console], None]] = {
+        "engine": _show_engine,
+        "codecs": _show_codecs,
+        "keys": _show_keys,
+        "live": _show_live,
+        REUSE: bench_reuse.show,
+    }
+    for index, (part, result) in enumerate(results.items()):
+        if index:
+            console.print()
+        shows[part](result, console)
+
+
+def _show_engine(engine: Mapping[str, Any], console: Console) -> None:
+    console.print("[bold]Reference engine[/bold] (NumPy)")
     console.print(f"  prefill                {engine['prefill_tokens_per_s']:,.0f} tokens/s")
     console.print(
         f"  TTFT cold, cached      {engine['ttft_cold_s'] * 1e3:.1f} ms, {engine['ttft_hit_s'] * 1e3:.1f} ms "
@@ -84,9 +136,12 @@ def show(results: dict[str, Any], console: Console) -> None:
         f"  logits, cached - full  {engine['logits_max_error']:.2g} at most "
         f"(largest logit {engine['logits_max']:.3g})"
     )
-    console.print("\n[bold]B. Codecs[/bold] (one thread, bf16 in and out, Gaussian K/V)")
+
+
+def _show_codecs(codecs: Mapping[str, Any], console: Console) -> None:
+    console.print("[bold]B. Codecs[/bold] (one thread, bf16 in and out, Gaussian K/V)")
     table = _table("codec", "dim", "ratio", "cosine", "error to f32", "with outliers", "encode", "decode")
-    for name, large in results["codecs"].items():
+    for name, large in codecs.items():
         for dim, row in ((DIMS[0], large[f"dim_{DIMS[0]}"]), (DIMS[1], large)):
             exact = row["same_values"] == row["same_values_outliers"] == 1
             errors = ("exact",) * 3 if exact else _errors(row)
@@ -96,11 +151,17 @@ def show(results: dict[str, Any], console: Console) -> None:
     console.print("  cosine, error (relative, L2): against float32 K/V, before they were rounded to bf16")
     console.print("  exact: the bf16 values come back bit for bit")
     console.print("  encode, decode: bf16 bytes a second beside memcpy's")
-    console.print("\n[bold]Hashing[/bold] (causal digests, one thread)")
+
+
+def _show_keys(keys: Mapping[str, Any], console: Console) -> None:
+    console.print("[bold]Hashing[/bold] (causal digests, one thread)")
     for size in (16, 64):
         console.print(f"  blocks of {size}  {keys[f'tokens_per_s_{size}'] / 1e6:.2f} million tokens/s")
+
+
+def _show_live(live: Mapping[str, Any], console: Console) -> None:
     console.print(
-        f"\n[bold]Live server over TCP[/bold] ({live['blocks']} blocks, "
+        f"[bold]Live server over TCP[/bold] ({live['blocks']} blocks, "
         f"{live['kv_bytes'] / 2**20:.0f} MiB of bf16 K/V; memcpy {live['memcpy_gbps']:.2f} GB/s)"
     )
     table = _table("codec", "fetch GB/s", "of memcpy", "wire MiB", "wire GB/s", "store GB/s", "same bytes")
