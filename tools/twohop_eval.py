@@ -40,10 +40,12 @@ class Row:
 
 
 def rows(selector: Policy | None) -> list[Row]:
-    """All ways: full prefill, as they come, rotated, and every policy at every ratio."""
+    """All ways: full prefill, as they come, rotated, every policy at every ratio, and narrowing at one."""
     policies = [*POLICIES.values(), *([selector] if selector else [])]
     blends = [Row(policy.name, Blend(ratio, policy)) for policy in policies for ratio in RATIOS]
-    return [Row("full"), Row("naive", Blend(0.0), rotated=False), Row("rotated", Blend(0.0)), *blends]
+    narrowing = [Row(f"{policy.name}, narrowing", Blend(0.15, policy, narrow=1.0)) for policy in policies]
+    unrepaired = [Row("full"), Row("naive", Blend(0.0), rotated=False), Row("rotated", Blend(0.0))]
+    return [*unrepaired, *blends, *narrowing]
 
 
 def evaluate(
@@ -66,17 +68,21 @@ def evaluate(
 
 
 def _answer(engine: Layered, prompt: Prompt, row: Row, stitched: KVBuffers) -> None:
-    spans = [Reused(*document) for document in prompt.documents]
+    found = blended(engine, prompt, row, stitched)
+    for (position, kind), said in zip(prompt.questions, answers(engine, found, prompt), strict=True):
+        row.right[kind].append(said == prompt.labels[position])
+    row.recomputed.append(found.report.recomputed)
+    row.saved.append(found.report.flops_saved)
+
+
+def blended(engine: Layered, prompt: Prompt, row: Row, stitched: KVBuffers) -> Blended:
+    """One prompt run as ``row`` says, from a copy of ``stitched``."""
     kv = KVBuffers.allocate(engine.spec, len(prompt.ids))
     if row.settings is None:
-        blended = run(engine, prompt.ids, kv, 0, [], Blend(0.0))
-    else:
-        copy(stitched, kv)
-        blended = run(engine, prompt.ids, kv, 1, spans, row.settings)
-    for (position, kind), said in zip(prompt.questions, answers(engine, blended, prompt), strict=True):
-        row.right[kind].append(said == prompt.labels[position])
-    row.recomputed.append(blended.report.recomputed)
-    row.saved.append(blended.report.flops_saved)
+        return run(engine, prompt.ids, kv, 0, [], Blend(0.0))
+    copy(stitched, kv)
+    spans = [Reused(*document) for document in prompt.documents]
+    return run(engine, prompt.ids, kv, 1, spans, row.settings)
 
 
 def answers(engine: Layered, blended: Blended, prompt: Prompt) -> list[int]:

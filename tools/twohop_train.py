@@ -21,6 +21,7 @@ CURRICULUM: tuple[tuple[Callable[[Random], Prompt], int], ...] = (
     (lambda random: task.prompt(random, Shape(2, 4, 5)), 96),
     (task.prompt, 64),
 )
+RATE = 2e-3  # learning rate, reached over 100 steps
 READY = 0.93  # accuracy over the last 20 batches that ends a stage
 GOOD = 0.998  # of the held-out questions: what is left of the time goes into a lower learning rate
 STEADY = 0.6  # share of the time after which the learning rate falls
@@ -79,6 +80,29 @@ def summary(right: dict[str, list[bool]]) -> dict[str, float]:
     }
 
 
+class Learner:
+    """A model and its optimizer."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self._optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.98), weight_decay=0.01)
+
+    def step(self, prompts: list[Prompt], rate: float) -> tuple[float, float]:
+        """One batch of prompts of the same length; its loss, and the share of labels that were met."""
+        for group in self._optimizer.param_groups:
+            group["lr"] = rate
+        ids, labels = tensors(prompts)
+        asked = labels != IGNORED
+        states = self.model.model(input_ids=ids, use_cache=False).last_hidden_state
+        logits = self.model.lm_head(states[asked])
+        loss = torch.nn.functional.cross_entropy(logits, labels[asked])
+        self._optimizer.zero_grad(set_to_none=True)
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self._optimizer.step()
+        return loss.item(), (logits.argmax(-1) == labels[asked]).float().mean().item()
+
+
 def train(out: Path, minutes: float, seed: int, say: Callable[[str], object] = print) -> dict[str, float]:
     """Train for at most ``minutes`` of CPU time, save to ``out``; returns the held-out :func:`accuracy`."""
     from transformers import LlamaForCausalLM
@@ -86,40 +110,29 @@ def train(out: Path, minutes: float, seed: int, say: Callable[[str], object] = p
     torch.manual_seed(seed)
     random = Random(seed)
     held_out = [task.prompt(random) for _ in range(512)]
-    model = LlamaForCausalLM(config())
-    rate = 2e-3
-    optimizer = torch.optim.AdamW(model.parameters(), lr=rate, betas=(0.9, 0.98), weight_decay=0.01)
+    learner = Learner(LlamaForCausalLM(config()))
     began, budget = time.process_time(), minutes * 60
     stage, step, recent = 0, 0, deque[float](maxlen=20)
     while (done := (time.process_time() - began) / budget) < 1:
         decay = 1 if done < STEADY else max(0.03, 1 - (done - STEADY) / (1 - STEADY))
-        for group in optimizer.param_groups:
-            group["lr"] = rate * min(1, (step + 1) / 100) * decay
         draw, size = CURRICULUM[stage]
-        ids, labels = tensors([draw(random) for _ in range(size)])
-        asked = labels != IGNORED
-        logits = model.lm_head(model.model(input_ids=ids, use_cache=False).last_hidden_state[asked])
-        loss = torch.nn.functional.cross_entropy(logits, labels[asked])
-        optimizer.zero_grad(set_to_none=True)
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
+        prompts = [draw(random) for _ in range(size)]
+        loss, met = learner.step(prompts, RATE * min(1, (step + 1) / 100) * decay)
         step += 1
-        recent.append((logits.argmax(-1) == labels[asked]).float().mean().item())
+        recent.append(met)
         last = stage == len(CURRICULUM) - 1
         if not last and len(recent) == recent.maxlen and sum(recent) / len(recent) > READY:
             stage += 1
             recent.clear()
             say(f"stage {stage} from step {step} on, at {done:.0%} of the time")
         if step % 200 == 0:
-            found = {"step": step, "stage": stage, "done": round(done, 3), "loss": round(loss.item(), 4)}
+            found = {"step": step, "stage": stage, "done": round(done, 3), "loss": round(loss, 4)}
             if last:
-                reached = accuracy(model, held_out)
+                reached = accuracy(learner.model, held_out)
                 found |= {kind: round(share, 4) for kind, share in reached.items()}
                 if reached["all"] > GOOD and done < STEADY:
                     budget = (time.process_time() - began) / STEADY
             say(json.dumps(found))
-            model.save_pretrained(out)
-    model.eval()
-    model.save_pretrained(out)
-    return accuracy(model, held_out)
+            learner.model.save_pretrained(out)
+    learner.model.save_pretrained(out)
+    return accuracy(learner.model.eval(), held_out)
