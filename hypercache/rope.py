@@ -6,8 +6,8 @@ What a scaling kind multiplies keys by (YaRN's attention factor) is inside the c
 the rotation: it is not applied again.
 
 Frequencies and angles are float64, rounded once when cos and sin become float32. Engines that form theirs in
-float32 (Hugging Face, vLLM) are off by about 2**-23 * p * f radians at position p, 1e-2 at 131072 at the most:
-a moved key carries the error of the position that it was computed at, and adds none.
+float32 (Hugging Face, vLLM) are off by about 2**-23 * p * f radians at position p, at most 2e-2 at
+131072: a moved key carries the error of the position that it was computed at, and adds none.
 
 Always move the stored original: rounding adds up over moves of a moved key.
 """
