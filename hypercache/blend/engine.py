@@ -83,7 +83,7 @@ def run(
 
     Raises SpecError for spans and settings that do not fit, and for another model's K/V.
     """
-    _check(engine, kv, settings)
+    check(engine, kv, settings)
     tokens = np.asarray(ids)
     parts = plan(len(tokens), kv.tokens, exact, reused)
     work = _Work(engine, kv, parts, settings)
@@ -101,9 +101,10 @@ def run(
     return Blended(engine.logits(hidden[-1]), hidden, parts.missing, work.report())
 
 
-def _check(engine: Layered, kv: KVBuffers, settings: Blend) -> None:
+def check(engine: Any, kv: KVBuffers, settings: Blend) -> None:
+    """Raises SpecError unless ``engine`` works layer by layer and ``kv`` and ``settings`` fit it."""
     typed("settings", settings, Blend)
-    if not all(hasattr(engine, name) for name in ("spec", "embed", "project", "attend")):
+    if not all(hasattr(engine, name) for name in ("spec", "shape", "embed", "project", "attend")):
         raise SpecError(
             f"{type(engine).__name__} does not compute layer by layer; "
             "use hypercache.engines.layered.LayeredTransformer(model) or the reference engine"

@@ -2,19 +2,25 @@
 
 The engine computes layer by layer while later layers are still on their way. A fetch that fails, at any
 layer, costs its time and nothing else: the tokens it did not bring are computed for all layers.
+
+With ``blend``, blocks that were stored in another context are used as well, wherever they stand in the
+prompt, and repaired in part (:mod:`hypercache.blend`): the result approximates a full prefill, and says what
+was done. Such K/V are never stored.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
-from typing import Any, Protocol
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol, cast
 
 import numpy as np
 import numpy.typing as npt
 
 from hypercache import checks
-from hypercache.client import Client, FetchResult, StoreResult, SyncClient
+from hypercache.blend import Blend, Layered, Report, Reused, check, run
+from hypercache.client import Client, FetchResult, Match, ModularSpan, StoreResult, SyncClient
+from hypercache.client.sync import SyncTransfer
 from hypercache.engines import LayerReady
 from hypercache.errors import HyperCacheError, SpecError
 from hypercache.keys import canonical_tokens
@@ -23,6 +29,7 @@ from hypercache.model import ModelSpec
 
 Array = npt.NDArray[Any]
 _CONNECT = "hypercache.connect_sync(uri, model=engine.spec)"
+_NOTHING = FetchResult(0, 0, 0)
 
 
 class Engine(Protocol):
@@ -47,31 +54,44 @@ class LayerLost(HyperCacheError):
 class Prefilled:
     """A prompt of ``tokens`` tokens that was run. logits: ``(vocab,)`` after it. ``kv`` has its K/V and room.
 
-    ``fetch.hit_tokens`` of them came from the cache.
+    ``fetch.hit_tokens`` of them came from the cache as they are, those in ``fetch.modular`` from another
+    context; ``report`` says what a blend made of them, None without one.
     """
 
     tokens: int
     logits: Array
     kv: KVBuffers
     fetch: FetchResult
+    report: Report | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """tokens: the greedy continuation. fetch and store: what the cache gave and took."""
+    """tokens: the greedy continuation. fetch and store: what the cache gave and took. report: see
+    :class:`Prefilled`."""
 
     tokens: list[int]
     fetch: FetchResult
     store: StoreResult
+    report: Report | None = None
 
 
 def prefill(
-    engine: Engine, tokens: Any, client: SyncClient | None = None, kv: KVBuffers | None = None
+    engine: Engine,
+    tokens: Any,
+    client: SyncClient | None = None,
+    kv: KVBuffers | None = None,
+    *,
+    blend: Blend | None = None,
+    segments: Sequence[tuple[int, int]] | None = None,
 ) -> Prefilled:
     """Run a prompt, through ``client``'s cache where one is given.
 
     kv: where its K/V go, with room for the prompt and whatever is to be decoded after it; None allocates for
         the prompt alone. An engine that serves reuses its buffers: fresh pages cost more than the transfer.
+    blend: reuse K/V of other contexts too, and repair them so; needs an engine that works layer by layer
+        (:class:`hypercache.blend.Layered`).
+    segments: with ``blend``, the spans of tokens that may move, as in :meth:`Client.match`; None: any.
 
     Raises TokenError for what is not token ids, SpecError for an empty prompt, another model's client, and
     what is no engine or no blocking client.
@@ -79,6 +99,8 @@ def prefill(
     _check_engine(engine)
     if client is not None:
         _check_client(client)
+    if segments is not None and blend is None:
+        raise SpecError("segments are of use with blend=Blend(...) alone: an exact prefix needs none")
     ids = canonical_tokens(tokens)
     if len(ids) == 0:
         raise SpecError(
@@ -86,35 +108,57 @@ def prefill(
         )
     if kv is None:
         kv = KVBuffers.allocate(engine.spec, len(ids))
-    if client is None:
-        return Prefilled(len(ids), engine.run(ids, kv, 0), kv, FetchResult(0, 0, 0, "no cache"))
-    if client.model != engine.spec:
+    if client is not None and client.model != engine.spec:
         raise SpecError(
             f"the client is connected for model {client.model.name!r}, not for the engine's own spec "
             f"(client's, engine's: {client.model.differences(engine.spec)}); connect with model=engine.spec"
         )
-    match = client.match(ids)
-    if match.hit_tokens == 0:
-        return Prefilled(len(ids), engine.run(ids, kv, 0), kv, FetchResult(0, 0, 0, match.reason))
-    transfer = client.start_fetch(match, kv)
+    if blend is not None:
+        check(engine, kv, blend)
 
-    def arrived(layer: int) -> None:
-        if not transfer.layer(layer) or transfer.tokens < match.hit_tokens:
-            raise LayerLost(f"layer {layer} did not arrive")
+    def compute(exact: int, modular: Sequence[ModularSpan], ready: LayerReady | None = None) -> Prefilled:
+        if blend is None:
+            logits = engine.run(ids[exact:], kv, exact, ready)
+            kv.mark_exact(kv.tokens)  # whatever approximate ones these buffers had before
+            return Prefilled(len(ids), logits, kv, _NOTHING)
+        spans = [Reused(span.start, span.stop) for span in modular]
+        done = run(cast("Layered", engine), ids, kv, exact, spans, blend, ready)
+        return Prefilled(len(ids), done.logits, kv, _NOTHING, done.report)
 
-    logits: Array | None = None
+    if client is None:
+        return replace(compute(0, ()), fetch=replace(_NOTHING, reason="no cache"))
+    match = client.match(ids) if blend is None else client.match(ids, modular=True, segments=segments)
+    if match.hit_tokens == 0 and not match.modular:
+        return replace(compute(0, ()), fetch=replace(_NOTHING, reason=match.reason))
+    return _while_fetched(client.start_fetch(match, kv), match, compute)
+
+
+def _while_fetched(transfer: SyncTransfer, match: Match, compute: Callable[..., Prefilled]) -> Prefilled:
+    """Compute while layers arrive, and again what did not."""
     try:
-        logits = engine.run(ids[match.hit_tokens :], kv, match.hit_tokens, arrived)
+        good = match.hit_tokens, match.modular
+        if match.modular and transfer.layer(0):
+            good = transfer.tokens, transfer.modular  # what has gone since the match is known by now
+
+        def arrived(layer: int) -> None:
+            if not transfer.layer(layer) or (transfer.tokens, transfer.modular) != good:
+                raise LayerLost(f"layer {layer} did not arrive")
+
+        found = compute(*good, arrived)
     except LayerLost:
-        pass
+        found = None
     except BaseException:
         transfer.cancel()
         raise
     fetch = transfer.result()
-    if logits is None or fetch.hit_tokens != match.hit_tokens:
-        # Whatever ran over tokens that did not come is void, in every layer.
-        logits = engine.run(ids[fetch.hit_tokens :], kv, fetch.hit_tokens)
-    return Prefilled(len(ids), logits, kv, fetch)
+    if found is None or (fetch.hit_tokens, fetch.modular) != good:
+        # Whatever ran over tokens that did not come is void, in every layer; and what is left of another
+        # context cannot be told any more from what was computed over it.
+        found = compute(fetch.hit_tokens, ())
+        if found.report is not None and good[1]:
+            note = f"nothing was blended: K/V were lost on the way ({fetch.reason}), so all was computed"
+            found = replace(found, report=replace(found.report, note=note))
+    return replace(found, fetch=fetch)
 
 
 def _check_engine(engine: Engine) -> None:
@@ -147,8 +191,16 @@ def greedy(engine: Engine, prefilled: Prefilled, count: int) -> list[int]:
     return out
 
 
-def generate(engine: Engine, tokens: Any, count: int, client: SyncClient) -> Generation:
-    """:func:`prefill` through the cache, then :func:`greedy`; new blocks are stored meanwhile.
+def generate(
+    engine: Engine,
+    tokens: Any,
+    count: int,
+    client: SyncClient,
+    *,
+    blend: Blend | None = None,
+    segments: Sequence[tuple[int, int]] | None = None,
+) -> Generation:
+    """:func:`prefill` through the cache, then :func:`greedy`; new blocks that are exact are stored meanwhile.
 
     Raises as :func:`prefill`, and SpecError for a ``count`` below 0.
     """
@@ -156,8 +208,9 @@ def generate(engine: Engine, tokens: Any, count: int, client: SyncClient) -> Gen
     _check_client(client)
     count = checks.count("count of tokens to generate", count, 0)
     ids = canonical_tokens(tokens)
-    prefilled = prefill(engine, ids, client, KVBuffers.allocate(engine.spec, len(ids) + count))
+    kv = KVBuffers.allocate(engine.spec, len(ids) + count)
+    prefilled = prefill(engine, ids, client, kv, blend=blend, segments=segments)
     held = prefilled.fetch.hit_tokens
     saving = client.start_store(ids, prefilled.kv.window(0, len(ids)), start=held)
     out = greedy(engine, prefilled, count)
-    return Generation(out, prefilled.fetch, saving.result())
+    return Generation(out, prefilled.fetch, saving.result(), prefilled.report)

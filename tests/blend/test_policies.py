@@ -21,14 +21,18 @@ SEEN = Seen(
 )
 
 
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(0, 60), st.integers(0, 4), st.data())
+@given(
+    st.lists(st.lists(st.integers(-3, 3), min_size=1, max_size=9), min_size=1, max_size=6),
+    st.integers(0, 60),
+    st.integers(0, 4),
+)
 def test_the_lead_of_each_segment_comes_first_then_the_highest_scores(
-    sizes: list[int], count: int, lead: int, data: st.DataObject
+    segments: list[list[int]], count: int, lead: int
 ) -> None:
-    place = np.concatenate([np.arange(size) for size in sizes])
+    place = np.concatenate([np.arange(len(segment)) for segment in segments])
+    scores = np.concatenate(segments)
     total = len(place)
     count = min(count, total)
-    scores = np.array(data.draw(st.lists(st.integers(-3, 3), min_size=total, max_size=total)))
     chosen = choose(scores, place, count, lead)
     assert len(chosen) == count and np.all(np.diff(chosen) > 0)
     left = np.setdiff1d(np.arange(total), chosen)

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 import hypercache
+from hypercache.blend import Blend
 from hypercache.cli.local_server import local_server
 from hypercache.client import SyncClient, connect_sync
 from hypercache.engines.cached import Prefilled, generate, greedy, prefill
@@ -217,3 +218,136 @@ def test_a_dead_or_frozen_server_costs_the_deadline_and_nothing_else() -> None:
         os.kill(ready["pid"], signal.SIGKILL)
         dead = generate(ENGINE, ids, 4, client)
         assert dead.tokens == want and dead.fetch.hit_tokens == 0 and dead.store.stored == 0
+
+
+# --- K/V of another context: S, A, B stored, S, five tokens, B, A asked
+
+S, A, B = prompt(32, 31), prompt(96, 32), prompt(160, 33)
+STORED = np.concatenate([S, A, B, prompt(7, 34)])
+ASKED = np.concatenate([S, prompt(5, 35), B, A, prompt(11, 36)])
+PLACES = [(37, 197), (197, 293)]
+
+
+@pytest.fixture
+def stocked(client: SyncClient) -> SyncClient:
+    assert client.store(STORED, prefill(ENGINE, STORED).kv).stored == 18
+    return client
+
+
+def relative(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def test_documents_in_another_order_are_reused_and_repaired(stocked: SyncClient) -> None:
+    cold = prefill(ENGINE, ASKED)
+    errors = []
+    for ratio in (0.0, 0.15, 1.0):
+        got = prefill(ENGINE, ASKED, stocked, blend=Blend(ratio))
+        assert got.fetch.hit_tokens == 32
+        assert [(span.start, span.stop) for span in got.fetch.modular] == PLACES
+        assert [(span.source, span.isolated) for span in got.fetch.modular] == [(128, False), (32, False)]
+        assert got.fetch.wire_bytes == (32 + 256) * ENGINE.spec.token_nbytes()
+        report = got.report
+        assert report is not None
+        assert (report.exact, report.reused, report.computed) == (32, 256, 16)
+        assert report.recomputed == int(np.ceil(ratio * 256))
+        assert got.kv.exact == (37 if ratio < 1 else 304)  # the tokens put in between are exact as well
+        errors.append(relative(got.logits, cold.logits))
+    same(got, cold)
+    assert errors[0] > errors[1] > errors[2]
+
+
+def test_without_a_blend_nothing_of_another_context_is_used(stocked: SyncClient) -> None:
+    got = prefill(ENGINE, ASKED, stocked)
+    assert got.fetch.hit_tokens == 32 and got.fetch.modular == () and got.report is None
+    same(got, prefill(ENGINE, ASKED))
+
+
+def test_segments_say_what_may_move(stocked: SyncClient) -> None:
+    got = prefill(ENGINE, ASKED, stocked, blend=Blend(1.0), segments=[(200, 293)])
+    assert [(span.start, span.stop) for span in got.fetch.modular] == [(213, 293)]  # blocks of A within
+    same(got, prefill(ENGINE, ASKED))
+    with pytest.raises(SpecError, match=r"segments are of use with blend=Blend\(\.\.\.\) alone"):
+        prefill(ENGINE, ASKED, stocked, segments=[(200, 293)])
+
+
+def test_what_only_approximates_is_never_stored(stocked: SyncClient) -> None:
+    """Approximate K/V under an exact digest would poison every later hit."""
+    first = generate(ENGINE, ASKED, 3, stocked, blend=Blend(0.15))
+    assert first.report is not None and first.report.reused == 256
+    assert first.store.stored == 0 and "approximate" in first.store.reason
+    again = prefill(ENGINE, ASKED, stocked)
+    assert again.fetch.hit_tokens == 32
+    same(again, prefill(ENGINE, ASKED))
+    whole = generate(ENGINE, ASKED, 3, stocked, blend=Blend(1.0))  # all anew: exact, and stored
+    assert whole.store.stored == 17 and whole.store.reason == ""
+    exact = prefill(ENGINE, ASKED, stocked, blend=Blend(0.15))
+    assert exact.fetch.hit_tokens == 288 and exact.fetch.modular == ()
+    assert exact.report is not None and "no token is reused" in exact.report.note
+    same(exact, prefill(ENGINE, ASKED))
+
+
+def test_buffers_that_were_blended_into_are_exact_again_when_computed_anew(stocked: SyncClient) -> None:
+    kv = KVBuffers.allocate(ENGINE.spec, len(ASKED))
+    other = prompt(60, 40)
+    for blend, cached in ((None, False), (Blend(0.15), False), (None, True), (Blend(0.15), True)):
+        prefill(ENGINE, ASKED, stocked, kv, blend=Blend(0.15))
+        assert kv.exact == 37
+        prefill(ENGINE, other, stocked if cached else None, kv, blend=blend)
+        assert kv.exact == len(ASKED)
+
+
+def test_a_blend_without_a_cache_or_a_find_says_that_it_did_nothing(client: SyncClient) -> None:
+    for cache in (None, client):
+        got = prefill(ENGINE, ASKED, cache, blend=Blend())
+        assert got.report is not None and got.report.computed == len(ASKED)
+        assert "no token is reused" in got.report.note and got.fetch.reason
+        np.testing.assert_array_equal(got.logits, prefill(ENGINE, ASKED).logits)
+
+
+@pytest.mark.parametrize("layer", [0, 1, 4, 7])
+@pytest.mark.parametrize("fault", ["end", "corrupt"])
+async def test_e09_a_fetch_out_of_context_that_fails_at_layer_k_costs_time_alone(
+    uri: str, stocked: SyncClient, fault: str, layer: int
+) -> None:
+    cold = prefill(ENGINE, ASKED)
+    layer_nbytes = 288 * ENGINE.spec.token_nbytes() // 8
+    async with proxied(uri) as proxy:
+        through = await asyncio.to_thread(
+            connect_sync, proxy.uri, model=ENGINE.spec, codec="raw", tenant=TenantKey.public()
+        )
+        answer = await asyncio.to_thread(through.match, ASKED, modular=True)
+        assert [(span.start, span.stop) for span in answer.modular] == PLACES
+        at = proxy.back.passed + layer * layer_nbytes + layer_nbytes * 3 // 4
+        if fault == "end":
+            proxy.back.end_at = at
+        else:
+            proxy.back.corrupt_at = at
+        healed = await asyncio.to_thread(prefill, ENGINE, ASKED, through, blend=Blend(0.15))
+        await asyncio.to_thread(through.close)
+    assert healed.fetch.reason and healed.report is not None
+    if healed.report.reused:  # known before anything was built on it: what did come is used
+        assert fault == "corrupt" and healed.report.reused < 256 and healed.report.note == ""
+        assert relative(healed.logits, cold.logits) < 0.2  # bytes that were not verified would give about 1
+    else:
+        assert "lost on the way" in healed.report.note
+        same(healed, cold)
+        assert healed.kv.exact == len(ASKED)
+
+
+def test_blocks_out_of_context_that_vanish_after_the_match_are_recomputed(stocked: SyncClient) -> None:
+    healed = prefill(ENGINE, ASKED, Forgetful(stocked), blend=Blend())  # type: ignore[arg-type]
+    assert healed.fetch.hit_tokens == 0 and healed.fetch.modular == ()
+    assert healed.report is not None and "lost on the way" in healed.report.note
+    np.testing.assert_array_equal(healed.logits, prefill(ENGINE, ASKED).logits)
+    assert healed.kv.exact == len(ASKED)
+
+
+def test_an_engine_that_cannot_blend_is_told_before_anything_is_fetched(stocked: SyncClient) -> None:
+    class Plain:
+        spec, run = ENGINE.spec, ENGINE.run
+
+    with pytest.raises(SpecError, match=r"Plain does not compute layer by layer; use .*LayeredTransformer"):
+        prefill(Plain(), ASKED, stocked, blend=Blend())
+    with pytest.raises(SpecError, match="settings must be Blend, got float"):
+        prefill(ENGINE, ASKED, stocked, blend=0.15)  # type: ignore[arg-type]
