@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import json
+from argparse import Namespace
 from dataclasses import replace
+from functools import partial
 
 import numpy as np
 import pytest
 from rich.console import Console
 
 from hypercache.blend import POLICIES, Blend
-from hypercache.cli import bench_blend
+from hypercache.cli import bench_blend, benchmark
 from hypercache.cli.bench_blend import Case, _Trial
 from hypercache.engines.reference import ReferenceConfig
 
@@ -93,3 +95,10 @@ def test_show_has_a_line_for_each_way(results):
     for name in ("naive", "rotated", *(f"15% {policy}" for policy in POLICIES), "Sys 8, embeddings 0.02"):
         assert name in text
     assert f"{results['blend']['cosine']:.4f}" in text
+
+
+def test_json_has_the_rows_at_its_top(monkeypatch, capsys):
+    small = partial(bench_blend.measure, 2, SMALL, (CASE,))
+    monkeypatch.setattr(bench_blend, "measure", small)
+    assert benchmark.run(Namespace(json=True, part="blend", logs=None, tokenizer=None)) == 0
+    assert json.loads(capsys.readouterr().out) == small()

@@ -24,7 +24,8 @@ from hypercache.server import logs
 SERVER_MEMORY = "768MiB"
 CODEC_SECONDS = 20.0
 DIMS = (64, 128)  # the second is what the flat keys of "codecs" speak of
-PARTS = ("engine", "codecs", "keys", "live")  # what is measured without --part
+BLEND = "blend"  # A: its rows stand beside the other parts in --json, not under its name
+PARTS = (BLEND, "engine", "codecs", "keys", "live")  # what is measured without --part
 LIVE = ("engine", "live")  # those that need a server
 REUSE = "reuse"  # needs logs
 
@@ -48,13 +49,21 @@ def run(args: argparse.Namespace) -> int:
     parts = PARTS if args.part is None else (args.part,)
     results = measure(Console(stderr=True), parts, args.logs, args.tokenizer)
     if args.json:
-        print(json.dumps(results.get(REUSE, results), indent=2))
+        print(json.dumps(_top(results), indent=2))
     else:
         console = Console()
         if not console.is_terminal:
             console.width = 110
         show(results, console)
     return 0
+
+
+def _top(results: Mapping[str, Any]) -> dict[str, Any]:
+    """The object that --json prints: parts under their names, but what A and reuse found at the top."""
+    found: dict[str, Any] = {}
+    for part, result in results.items():
+        found |= result if part in (BLEND, REUSE) else {part: result}
+    return found
 
 
 def measure(
@@ -71,7 +80,7 @@ def measure(
         raise ConfigError(
             "--part reuse and --logs DIR (with prompt logs, SET_*.jsonl) go together: give both"
         )
-    from hypercache.cli import bench_codecs, bench_live, bench_reuse
+    from hypercache.cli import bench_blend, bench_codecs, bench_live, bench_reuse
 
     def codecs() -> dict[str, Any]:
         return {name: _flat(by_dim) for name, by_dim in bench_codecs.measure(CODEC_SECONDS, DIMS).items()}
@@ -85,6 +94,7 @@ def measure(
         if set(parts) & set(LIVE):
             uri = stack.enter_context(local_server(SERVER_MEMORY))["uris"][0]
         work: dict[str, tuple[str, Callable[[], dict[str, Any]]]] = {
+            BLEND: ("reuse out of context", bench_blend.measure),
             "engine": ("reference engine", lambda: bench_live.engine(uri)),
             "codecs": ("codecs against memcpy", codecs),
             "keys": ("hashing a million tokens", bench_live.hashing),
@@ -110,9 +120,10 @@ def _flat(by_dim: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
 
 def show(results: Mapping[str, Any], console: Console) -> None:
     """Print what :func:`measure` found."""
-    from hypercache.cli import bench_reuse
+    from hypercache.cli import bench_blend, bench_reuse
 
     shows: dict[str, Callable[[Mapping[str, Any], Console], None]] = {
+        BLEND: bench_blend.show,
         "engine": _show_engine,
         "codecs": _show_codecs,
         "keys": _show_keys,
