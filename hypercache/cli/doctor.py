@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 DOCUMENTS = 5
 DOCUMENT_TOKENS = 120
-QUESTION = "\n\nIn one sentence, what is told above?\n"
+QUESTION = (
+    "\n\nA reader of the pages above asks: what is told in them, who takes part in it, where does it happen, "
+    "and what became of it in the end? Answer in a few words, with what the pages say and nothing else.\n"
+)
 _ROWS = {
     "naive": "keys left as they were",
     "rotated": "keys rotated, nothing recomputed",
@@ -82,10 +85,9 @@ def show(name: str, found: Parity, console: Console) -> None:
         verdict = "ok" if error <= limit else "FAILED"
         console.print(f"  {what:<16}{verdict:<8}error {error:.1e} of the {unit} (allowed {limit:.0e})")
     for key, row in found.order.items():
-        agrees = "same" if row.top1 else "other"
         console.print(
             f"  {'reordered' if key == 'naive' else '':<16}{_ROWS[key]:<40}KL {row.kl:.4f} nats, "
-            f"{agrees} next token, {row.flops_saved:.0%} of the prefill's FLOPs saved",
+            f"{row.top1:.0%} of next tokens the same, {row.flops_saved:.0%} of the prefill's FLOPs saved",
             highlight=False,
             soft_wrap=True,
         )

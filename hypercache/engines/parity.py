@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hypercache import blend, rope
-from hypercache.blend import Blend, Layered, Reused
+from hypercache.blend import Blend, Blended, Layered, Reused
 from hypercache.engines.compare import kl
 from hypercache.engines.reference import from_storage
 from hypercache.errors import SpecError
@@ -34,14 +34,14 @@ PREFIX_TOLERANCE = {KVDtype.FP32: 1e-4, KVDtype.FP16: 2e-2, KVDtype.BF16: 1e-1}
 
 @dataclass(frozen=True, slots=True)
 class Order:
-    """Next-token distribution of reordered documents against full prefill.
+    """Reordered documents against full prefill, over the tokens of the question behind them.
 
-    kl: KL(full || this) in nats. top1: whether the likeliest token is the same. flops_saved: share of a full
-    prefill's FLOPs.
+    kl: mean KL(full || this) of the next-token distributions, in nats. top1: share of the tokens after which
+    the likeliest token is the same. flops_saved: share of a full prefill's FLOPs.
     """
 
     kl: float
-    top1: bool
+    top1: float
     flops_saved: float
 
 
@@ -163,7 +163,7 @@ def _reordered(
         asked += others[index]
     asked += question
     full = KVBuffers.allocate(engine.spec, len(asked))
-    want = _prefill(engine, asked, full, 0)
+    want = _logits(engine, blend.run(engine, asked, full, 0, (), Blend(0.0)), len(question))
     out = {}
     for name, rotate, settings in (
         ("naive", False, Blend(0.0)),
@@ -171,10 +171,15 @@ def _reordered(
         ("blend", True, Blend()),
     ):
         kv = moved(stored, pieces, len(asked), rotate)
-        got = blend.run(engine, asked, kv, len(head), spans, settings)
-        same = bool(np.argmax(got.logits) == np.argmax(want))
-        out[name] = Order(float(kl(want, got.logits)), same, got.report.flops_saved)
+        done = blend.run(engine, asked, kv, len(head), spans, settings)
+        got = _logits(engine, done, len(question))
+        same = float(np.mean(got.argmax(-1) == want.argmax(-1)))
+        out[name] = Order(float(kl(want, got).mean()), same, done.report.flops_saved)
     return out
+
+
+def _logits(engine: Layered, run: Blended, last: int) -> Array:
+    return engine.logits(run.hidden[-last:])
 
 
 def _prefill(engine: Layered, ids: list[int], kv: KVBuffers, exact: int) -> Array:

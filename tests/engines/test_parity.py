@@ -7,7 +7,9 @@ import json
 
 import numpy as np
 import pytest
+from rich.console import Console
 
+from hypercache.cli import doctor
 from hypercache.cli.main import main
 from hypercache.engines import parity
 from hypercache.engines.reference import ReferenceConfig, ReferenceModel, Rows, from_storage, rope_angles
@@ -97,8 +99,14 @@ def test_doctor_prints_what_it_measured(capsys: pytest.CaptureFixture[str]) -> N
     found = json.loads(capsys.readouterr().out)
     assert found["passed"] and found["modular"] and found["refusal"] == ""
     assert found["shift"] < 1e-5 and found["order"]["rotated"]["kl"] < found["order"]["naive"]["kl"]
-    assert main(["doctor", "--model", "reference"]) == 0
-    assert "modular reuse   possible" in capsys.readouterr().out
+    order = {name: parity.Order(**row) for name, row in found["order"].items()}
+    known = {key: found[key] for key in ("prefix", "prefix_tolerance", "shift", "tolerance", "refusal")}
+    doctor.show("a model", parity.Parity(**known, order=order), Console(width=200))
+    text = capsys.readouterr().out
+    assert "shifted block   ok" in text and "modular reuse   possible" in text
+    doctor.show("a model", parity.Parity(**{**known, "shift": 0.5, "refusal": "why"}, order={}), Console())
+    text = capsys.readouterr().out
+    assert "shifted block   FAILED" in text and "modular reuse   refused: why" in text
 
 
 def test_doctor_names_what_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: object) -> None:
