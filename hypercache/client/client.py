@@ -249,7 +249,7 @@ class Client:
             rest = "; the server did not look at everything: it spends a bounded time on one search"
         full = finder.hit == min(hashed.usable_blocks, protocol.MAX_BLOCKS)
         reason = "" if full else self._why_not(finder.hit) + rest
-        return Match(hashed, finder.hit, reason, tuple(finder.spans))
+        return Match(hashed, finder.hit, reason, finder.found)
 
     def start_fetch(
         self,
@@ -266,8 +266,8 @@ class Client:
 
         into: KVBuffers that hold at least the tokens wanted (they are decoded, and what moved is turned to
             its new place), or ChunkBuffers whose row 0 is the first block fetched (bytes as they travel).
-            What they have no room for is not fetched, a span wholly or not at all. From the first modular
-            token on, KVBuffers are not ``exact`` any more; a fetch of all layers from token 0 begins anew.
+            What they have no room for is not fetched. From the first modular token on, KVBuffers are not
+            ``exact`` any more; a fetch of all layers from token 0 begins anew.
         start: tokens the engine holds already; nothing before it is written.
         layers: contiguous range of layers, default all.
         on_layer: called on the loop's thread with each layer that is in place. If it raises, the fetch ends

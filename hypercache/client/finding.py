@@ -20,15 +20,14 @@ class Finder:
     """Looks for a prompt's prefix and, behind it, for what is stored of the rest: one LOCATE for each
     ``protocol.MAX_PROBES`` tokens. Questions out, answers in, no I/O.
 
-    begun: whether a question was answered. hit: blocks of the prefix. spans: modular ones behind it.
-    complete: whether the server looked at all that it was asked for.
+    begun: whether a question was answered. hit: blocks of the prefix. complete: whether the server looked at
+    all that it was asked for.
     """
 
     def __init__(
         self, hasher: Hasher, prompt: Prompt, usable: int, segments: Sequence[Segment] | None, least: int
     ) -> None:
         self.hit = 0
-        self.spans: list[ModularSpan] = []
         self.complete = True
         self._hasher = hasher
         self._prompt = prompt
@@ -37,6 +36,7 @@ class Finder:
         self._borders = Borders(segments)
         self._least = least
         self._first = 0
+        self._spans: list[ModularSpan] = []
         self.begun = False
         self._asked: Fingerprints
 
@@ -44,6 +44,11 @@ class Finder:
     def left(self) -> int:
         """Tokens that no question was asked about yet; 0: done."""
         return max(0, self._prompt.tokens - self._hasher.block_size - self._first)
+
+    @property
+    def found(self) -> tuple[ModularSpan, ...]:
+        """The modular spans behind the prefix, as far as the answers go."""
+        return tuple(span for span in self._spans if span.blocks >= self._least)
 
     def question(self, handle: int) -> protocol.Locate:
         """What to ask next, while something is left. Fingerprints are made here: milliseconds for many."""
@@ -55,7 +60,7 @@ class Finder:
 
     def answered(self, answer: protocol.Located) -> None:
         """Takes of the answer to the last question what our own digests confirm."""
-        size, spans = self._hasher.block_size, self.spans
+        size, spans = self._hasher.block_size, self._spans
         if not self.begun:
             self.begun = True
             self.hit = max(0, min(answer.blocks, len(self._own)))
@@ -72,17 +77,27 @@ class Finder:
         )
         found = search.believe(answer.spans)
         if spans and found and self._continues(spans[-1], found[0]):
-            found[0] = replace(spans.pop(), stop=found[0].stop, tail=found[0].tail)
+            last = spans.pop()
+            found[0] = replace(last, stop=found[0].stop, chain=last.chain + found[0].chain)
         spans += found
         self.complete = self.complete and answer.complete
-        # A run that is shorter than ``least`` where the windows of this question end may go on behind them.
-        again = self._first + len(self._asked) - (self._least - 1) * size
-        behind = self._first + len(self._asked)
-        self._first = max(again if self.left > len(self._asked) else behind, floor, self._end)
+        end = self._first + len(self._asked)
+        self._first = self._next(end) if self.left > len(self._asked) else end
 
-    @property
-    def _end(self) -> int:
-        return self.spans[-1].stop if self.spans else 0
+    def _next(self, end: int) -> int:
+        """Where the next question begins, ``end`` being where the windows of the last one do.
+
+        A run that reaches it may go on behind it, but with fewer blocks than make a run: its last ones are
+        looked for again. So is where one may have begun that is too short up to there.
+        """
+        size, spans = self._hasher.block_size, self._spans
+        if spans and spans[-1].stop >= end:
+            last = spans.pop()
+            keep = last.blocks - self._least
+            if keep > 0:
+                spans.append(last.clip(0, last.start + keep * size, size))
+            return last.start + max(keep, 0) * size
+        return max(end - (self._least - 1) * size, self.hit * size, spans[-1].stop if spans else 0)
 
     def _continues(self, last: ModularSpan, span: ModularSpan) -> bool:
         """Whether two questions found one run, end to end."""

@@ -44,7 +44,7 @@ class Transfer:
         """The modular spans as far as they are good in every layer in place so far; likewise."""
         if self._result is not None or self._operation is None:
             return () if self._result is None else self._result.modular
-        return arrived(self._stretches, self._operation.good, self._start, self._block_size)
+        return arrived(self._stretches, self._operation.good, self._block_size)
 
     async def layer(self, index: int) -> bool:
         """True when layer ``index`` is in place for all blocks still good, False when it never will be.
@@ -100,7 +100,7 @@ class Transfer:
         """What came, of an operation that has ended."""
         start, good, size = self._start, operation.good, self._block_size
         hit = self._stretches[0].begin + good[0] * size if good[0] else 0
-        modular = arrived(self._stretches, good, start, size)
+        modular = arrived(self._stretches, good, size)
         return FetchResult(start, hit if hit > start else 0, operation.wire_bytes, operation.reason, modular)
 
     def layer_done(self, index: int) -> None:

@@ -46,7 +46,7 @@ class ModularSpan:
 
     Their K/V approximate those of this prompt, once the keys are turned by ``delta`` positions (a fetch into
     KVBuffers does that). context: names what stood before them there (its causal digest), b"" if nothing
-    did. tail: the causal digest of their last block there, by which it is fetched.
+    did. chain: the causal digests of their blocks there, end to end; by the last of them they are fetched.
     """
 
     kind: ClassVar = "modular"
@@ -54,7 +54,16 @@ class ModularSpan:
     stop: int
     source: int
     context: bytes
-    tail: bytes = field(repr=False)
+    chain: bytes = field(repr=False)
+
+    @property
+    def blocks(self) -> int:
+        return len(self.chain) // protocol.DIGEST_BYTES
+
+    @property
+    def tail(self) -> bytes:
+        """Causal digest of the last block."""
+        return self.chain[-protocol.DIGEST_BYTES :]
 
     @property
     def delta(self) -> int:
@@ -66,11 +75,18 @@ class ModularSpan:
         """Whether they were computed at the head of their prompt: nothing foreign is in their K/V."""
         return not self.context
 
-    def clip(self, start: int, stop: int) -> ModularSpan:
-        """The part of it within ``start..stop``, which must not be empty. What is cut off in front does not
-        change the context: there it stood before the rest, too, and here it does."""
+    def clip(self, start: int, stop: int, block_size: int) -> ModularSpan:
+        """The part of it within ``start..stop``, which must not be empty; whole blocks at the end.
+
+        What is cut off in front does not change the context: it stands before the rest in both prompts.
+        """
         first = max(start, self.start)
-        return replace(self, start=first, stop=min(stop, self.stop), source=first - self.delta)
+        spare = max(0, -(-(self.stop - stop) // block_size))
+        skipped = self.blocks + (first - self.stop) // block_size
+        chain = self.chain[skipped * protocol.DIGEST_BYTES : (self.blocks - spare) * protocol.DIGEST_BYTES]
+        return replace(
+            self, start=first, stop=self.stop - spare * block_size, source=first - self.delta, chain=chain
+        )
 
 
 Span = ExactSpan | ModularSpan | MissingSpan
@@ -94,7 +110,8 @@ def whole(tokens: int, exact: int, modular: Sequence[ModularSpan]) -> tuple[Span
 class Stretch:
     """Blocks that a request names one after another: a part of a prompt in place, or of a modular span.
 
-    begin: the token at which the first of them stands here. span: the whole of it, None for blocks in place.
+    begin: the token at which the first of them stands here. span: what of it is wanted, None for blocks in
+    place.
     """
 
     blocks: int
@@ -111,27 +128,26 @@ def wanted(
 ) -> list[Stretch]:
     """What a fetch asks for: the prefix (maybe of 0 blocks), then the modular spans, from token ``start`` on.
 
-    tokens: how many there is room for, rows: blocks likewise. What does not fit is left out, a span whole.
+    tokens: how many there is room for, rows: blocks likewise. What does not fit is left out.
     """
     first = start // block_size
     prefix = max(0, min(hit_blocks - first, tokens // block_size - first, rows))
     stretches = [Stretch(prefix, first * block_size)]
     rows -= prefix
-    for span in modular:
-        skipped = max(0, start - span.start) // block_size
-        blocks = (span.stop - span.start) // block_size - skipped
-        if start < span.stop <= tokens and blocks <= rows and len(stretches) <= protocol.MAX_CHAINS:
-            stretches.append(Stretch(blocks, span.start + skipped * block_size, span))
+    for span in modular[: protocol.MAX_CHAINS]:
+        begin = span.start + max(0, start - span.start) // block_size * block_size
+        blocks = min((min(span.stop, tokens) - begin) // block_size, rows)
+        if blocks > 0:
+            part = span.clip(start, begin + blocks * block_size, block_size)
+            stretches.append(Stretch(blocks, begin, part))
             rows -= blocks
     return stretches
 
 
-def arrived(
-    stretches: Sequence[Stretch], good: Sequence[int], start: int, block_size: int
-) -> tuple[ModularSpan, ...]:
+def arrived(stretches: Sequence[Stretch], good: Sequence[int], block_size: int) -> tuple[ModularSpan, ...]:
     """The modular spans of which the first ``good`` blocks came, as far as they did."""
     return tuple(
-        stretch.span.clip(start, stretch.begin + blocks * block_size)
+        stretch.span.clip(0, stretch.begin + blocks * block_size, block_size)
         for stretch, blocks in zip(stretches, good, strict=True)
         if stretch.span is not None and blocks
     )
@@ -214,14 +230,13 @@ class Search:
             if ours != span.digests:
                 pairs = zip(_digests(ours), _digests(span.digests), strict=True)
                 blocks = next(index for index, (a, b) in enumerate(pairs) if a != b)
-            chain = _digests(span.chain)
+            width = protocol.DIGEST_BYTES
             for start, stop in self.borders.cut(span.at, span.at + blocks * size):
                 head, end = (start - span.at) // size, (stop - span.at) // size
                 if end - head >= self.least:
-                    context = chain[head - 1] if head else span.context
-                    believed.append(
-                        ModularSpan(start, stop, span.source + head * size, context, chain[end - 1])
-                    )
+                    chain = span.chain[head * width : end * width]
+                    context = span.chain[: head * width][-width:] or span.context
+                    believed.append(ModularSpan(start, stop, start - span.at + span.source, context, chain))
         return believed
 
     def _plausible(self, span: protocol.Span, floor: int) -> int:

@@ -1,0 +1,793 @@
+"""Reuse out of context: what is stored anywhere is found at any token, lands turned, and is said to be what
+it is (class K; C where matching is concerned)."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+
+import hypercache
+from hypercache import ChunkBuffers, KVBuffers, MediaSpan, TenantKey, codecs, protocol
+from hypercache.client.client import SWITCHED_OFF
+from hypercache.client.plan import ExactSpan, MissingSpan, ModularSpan
+from hypercache.errors import ConfigError, SpecError
+from hypercache.model import Adapter, KVDtype, ModelSpec, RopeSpec
+
+from .conftest import Connect, Node, fill, make_spec, poisoned, same, tokens_of, untouched
+
+TINY: dict[str, Any] = {"layers": 1, "heads": 1, "dim": 8}
+Ids = npt.NDArray[Any]
+
+
+def prompt_of(*parts: Ids | int) -> Ids:
+    """Parts end to end; a number stands for so many tokens that nobody else has."""
+    made = [
+        1_000_000 + np.random.default_rng([index, part]).integers(0, 1 << 30, part)
+        if isinstance(part, int)
+        else part
+        for index, part in enumerate(parts)
+    ]
+    return np.concatenate(made).astype(np.int64)
+
+
+async def stored(client: hypercache.Client, tokens: Ids, seed: int = 1) -> KVBuffers:
+    kv = fill(KVBuffers.allocate(client.model, len(tokens)), seed)
+    assert (await client.store(tokens, kv)).stored == len(tokens) // client.block_size
+    return kv
+
+
+def turned(keys: npt.NDArray[Any], delta: int, theta: float = 10000.0) -> npt.NDArray[np.float64]:
+    """Keys ``(heads, tokens, dim)`` moved by ``delta``: half-split pairs, in float64."""
+    low, high = np.split(keys.astype(np.float64), 2, axis=-1)
+    pairs = low.shape[-1]
+    angle = delta * theta ** (-np.arange(pairs) / pairs)
+    cos, sin = np.cos(angle), np.sin(angle)
+    return np.concatenate([low * cos - high * sin, high * cos + low * sin], axis=-1)
+
+
+def landed(into: KVBuffers, kv: KVBuffers, span: ModularSpan, rounding: float) -> bool:
+    """Whether ``into`` has, at the span, what ``kv`` has at its source: values bit for bit, keys turned."""
+    source = slice(span.source, span.source + span.stop - span.start)
+    for layer in range(kv.spec.num_layers):
+        (k, v), (k0, v0) = into.layer(layer), kv.layer(layer)
+        want = turned(k0[:, source], span.delta)
+        if not np.array_equal(v[:, span.start : span.stop], v0[:, source]):
+            return False
+        if np.abs(k[:, span.start : span.stop] - want).max() > rounding * np.abs(want).max():
+            return False
+    return True
+
+
+# --- finding
+
+
+async def test_a_short_system_prompt_shifts_nothing(connect: Connect) -> None:
+    """K10: a document stored alone is found behind a system prompt of 37 tokens, all of it."""
+    client = await connect(make_spec(**TINY))
+    doc = tokens_of(1, 640)
+    await stored(client, doc)
+    match = await client.match(prompt_of(37, doc, 9), modular=True)
+    (span,) = match.modular
+    assert (span.start, span.stop, span.source, span.isolated) == (37, 677, 0, True)
+    assert (match.hit_tokens, match.modular_tokens) == (0, 640)
+    assert match.spans == (MissingSpan(0, 37), span, MissingSpan(677, 686))
+
+
+async def test_a_document_behind_another_question(connect: Connect, node: Node) -> None:
+    """K12: sys+Q1+doc, then sys+Q2+doc: the document is found, causal and modular are counted apart."""
+    client = await connect(make_spec(**TINY))
+    system, doc = tokens_of(1, 64), tokens_of(2, 640)
+    first = prompt_of(system, 21, doc, 30)
+    await stored(client, first)
+    match = await client.match(prompt_of(system, 50, doc, 70), modular=True)
+    assert match.hit_tokens == 64
+    (span,) = match.modular
+    assert 39 * 16 <= span.stop - span.start <= 640
+    assert span.start >= 64 + 50 and span.stop <= 64 + 50 + 640 and span.delta == 50 - 21
+    assert span.source % 16 == 0
+    assert span.context == client.prompt(first).digests[span.source // 16 - 1] and not span.isolated
+
+    into = KVBuffers.allocate(client.model, match.prompt_tokens)
+    result = await client.fetch(match, into)
+    assert (result.hit_tokens, result.modular, result.reason) == (64, (span,), "")
+    counted = node.status()["counters"]
+    blocks = (span.stop - span.start) // 16
+    nbytes = client.chunk_nbytes[0]
+    for name, value in {
+        'requests_total{op="locate",outcome="ok"}': 1,
+        'blocks_hit_total{op="match"}': 4,
+        'blocks_hit_total{op="fetch"}': 4,
+        'blocks_hit_total{op="fetch_modular"}': blocks,
+        'blocks_missed_total{op="fetch_modular"}': 0,
+        "modular_matches_total": 1,
+        "modular_matches_found_total": 1,
+        "modular_blocks_found_total": blocks,
+        "modular_sent_bytes_total": blocks * nbytes,
+        "sent_bytes_total": (blocks + 4) * nbytes,
+    }.items():
+        assert counted["hypercache_" + name] == value, name
+    assert (client.reuse.matches, client.reuse.eligible, client.reuse.found) == (1, 1, 1)
+    assert client.reuse.tokens_found == client.reuse.tokens_fetched == blocks * 16
+
+
+@pytest.mark.parametrize("count", range(1, 16))
+async def test_an_insertion_before_a_document_keeps_its_hits(connect: Connect, count: int) -> None:
+    client = await connect(make_spec(**TINY))
+    system, doc = tokens_of(1, 40), tokens_of(2, 400)
+    await stored(client, prompt_of(system, doc, 20))
+    match = await client.match(prompt_of(system, count, doc, 33), modular=True)
+    assert match.hit_tokens == 32
+    (span,) = match.modular
+    assert span.delta == count
+    # It begins and ends within a stored block: all whole ones between are found.
+    assert (span.start, span.stop) == (40 + count + 8, 40 + count + 392)
+
+
+async def test_a_separator_in_other_tokens(connect: Connect) -> None:
+    """K08: stored alone with BOS, asked in the middle without, separators tokenised otherwise."""
+    client = await connect(make_spec(**TINY))
+    doc = tokens_of(1, 320)
+    await stored(client, prompt_of(np.array([1]), doc, np.array([422, 422])))
+    for separator in ([28705, 422, 422], [422, 422]):
+        prompt = prompt_of(77, np.array(separator), doc, np.array(separator), 12)
+        (span,) = (await client.match(prompt, modular=True)).modular
+        begin = 77 + len(separator)
+        assert (span.start, span.source) == (begin + 15, 16)  # the block with BOS in it is another
+        assert span.stop >= begin + 320 - 16 and span.stop <= begin + 320
+
+
+async def test_documents_in_another_order(connect: Connect) -> None:
+    """Each span is found where its document stands now, and says from where it came."""
+    client = await connect(make_spec(**TINY))
+    docs = [tokens_of(seed, count) for seed, count in ((1, 160), (2, 333), (3, 97), (4, 240))]
+    system = tokens_of(9, 48)
+    await stored(client, prompt_of(system, *docs, 5))
+    order = [2, 0, 3, 1]
+    asked = prompt_of(system, *[docs[i] for i in order], 50)
+    match = await client.match(asked, modular=True)
+    assert match.hit_tokens == 48
+    old = np.cumsum([48, *map(len, docs)])
+    new = dict(zip(order, np.cumsum([48, *[len(docs[i]) for i in order]]), strict=False))
+    # Two stand behind each other as they did? None do: 2,0,3,1.
+    assert [span.delta for span in match.modular] == [new[i] - old[i] for i in order]
+    for i, span in zip(order, match.modular, strict=True):
+        assert new[i] <= span.start < new[i] + 16 and new[i] + len(docs[i]) - 16 < span.stop
+        assert span.stop <= new[i] + len(docs[i])
+    covered = [token for span in match.spans for token in range(span.start, span.stop)]
+    assert covered == list(range(len(asked)))
+
+
+async def test_causal_always_wins(connect: Connect) -> None:
+    """A document in its original context is never modular, wherever else it is stored as well."""
+    client = await connect(make_spec(**TINY))
+    system, doc = tokens_of(1, 64), tokens_of(2, 320)
+    await stored(client, prompt_of(system, doc, 32))
+    await stored(client, doc)
+    await stored(client, prompt_of(48, doc))
+    for tail in (1, 15, 17, 100):
+        match = await client.match(prompt_of(system, doc, tail), modular=True)
+        assert match.spans == (ExactSpan(0, 384), MissingSpan(384, 384 + tail))
+    for length in (384, 300, 65, 64, 17):  # C01: cut anywhere, the last token is left to compute
+        match = await client.match(prompt_of(system, doc)[:length], modular=True)
+        hit = (length - 1) // 16 * 16
+        assert match.spans == (ExactSpan(0, hit), MissingSpan(hit, length))
+    assert (await client.match(prompt_of(doc, 3), modular=True)).spans[0] == ExactSpan(0, 320)
+
+
+async def test_lengths_and_boundaries_hold_with_modular_on(connect: Connect) -> None:
+    """C01, C02, C03, C04: for every length hits are stored blocks, and no span has the last token."""
+    client = await connect(make_spec(**TINY))
+    doc = tokens_of(1, 201)
+    assert (await client.store(doc[:100], fill(KVBuffers.allocate(client.model, 201), 1))).stored == 6
+    moved = np.concatenate([[7], doc])
+    for n in range(202):
+        causal, modular = await client.match(doc[:n]), await client.match(doc[:n], modular=True)
+        assert modular.hit_tokens == causal.hit_tokens == min(96, max(0, (n - 1) // 16 * 16))
+        assert (modular.modular, modular.reason) == ((), causal.reason)
+        found = await client.match(moved[:n], modular=True, min_run=16)
+        whole = min(96, max(0, (n - 2) // 16 * 16))
+        assert found.hit_tokens == 0
+        assert [(s.start, s.stop) for s in found.modular] == ([(1, 1 + whole)] if whole else [])
+        assert (await client.fetch(found, poisoned(client.model, n))).modular == found.modular
+
+
+@pytest.mark.parametrize("count", [0, 1, 15, 16, 17, 63, 64, 65])
+@pytest.mark.parametrize("block_size", [16, 64])
+async def test_short_prompts(connect: Connect, count: int, block_size: int) -> None:
+    """C04, C05: nothing to find is said, not raised."""
+    client = await connect(make_spec(**TINY), block_size=block_size)
+    match = await client.match(tokens_of(1, count), modular=True)
+    assert (match.hit_tokens, match.modular) == (0, ())
+    want = "no tokens" if not count else "below block size" if count <= block_size else "not stored"
+    assert match.reason.startswith(want)
+    assert (await client.fetch(match, poisoned(client.model, count))).modular == ()
+    assert (await client.match(None, modular=True)).reason == "no tokens"
+
+
+async def test_holes(connect: Connect) -> None:
+    """C08: what follows an evicted block is gone out of context, too."""
+    client = await connect(make_spec(**TINY))
+    tokens = tokens_of(3, 64)
+    await stored(client, tokens)
+    asked = prompt_of(5, tokens, 1)
+    assert (await client.match(asked, modular=True)).modular_tokens == 64
+    prompt = client.prompt(tokens)
+    assert await client.evict(type(prompt)(64, 16, prompt.digests[1:2])) == 3
+    assert (await client.match(asked, modular=True, min_run=16)).modular_tokens == 16
+    assert (await client.match(asked, modular=True)).modular_tokens == 0
+    assert await client.evict(tokens) == 1
+    assert (await client.match(asked, modular=True, min_run=16)).modular_tokens == 0
+
+
+async def test_one_copy_serves_all_places(connect: Connect, node: Node) -> None:
+    """The same document twice in a prompt, and its payload once in the store."""
+    client = await connect(make_spec(**TINY))
+    doc = tokens_of(1, 128)
+    kv = await stored(client, doc)
+    blocks = node.status()["store"]["blocks"]
+    asked = prompt_of(3, doc, 6, doc, 1)
+    match = await client.match(asked, modular=True)
+    assert [(s.start, s.source) for s in match.modular] == [(3, 0), (137, 0)]
+    assert match.modular[0].tail == match.modular[1].tail
+    into = KVBuffers.allocate(client.model, len(asked))
+    assert (await client.fetch(match, into)).modular == match.modular
+    assert all(landed(into, kv, span, 2e-3) for span in match.modular)
+    assert node.status()["store"]["blocks"] == blocks == 8
+
+
+async def test_repeated_text_is_found_in_bounded_time(connect: Connect) -> None:
+    """One token 4,000 times, stored and asked: no window is special, and every answer holds."""
+    client = await connect(make_spec(**TINY))
+    same_tokens = np.full(4000, 7)
+    await stored(client, same_tokens)
+    match = await client.match(prompt_of(5, same_tokens), modular=True)
+    assert match.modular[0].start == 5 and match.modular_tokens >= 3900
+    assert match.modular[-1].stop < 4005
+
+
+# --- where it may be found
+
+
+async def test_never_across_identities(connect: Connect) -> None:
+    """K15, C10: not another tenant's, salt's, model's, adapter's, block size's, codec's or RoPE setting's."""
+    digest = hashlib.sha256(b"adapter A").digest()
+
+    def spec(theta: float = 10000.0, **more: Any) -> ModelSpec:
+        made = make_spec(**{"adapter": Adapter("x", digest), **TINY, **more})
+        groups = [type(g)(g.layers, g.layout, RopeSpec("default", theta, 8)) for g in made.groups]
+        return type(made)(**{**{f: getattr(made, f) for f in FIELDS}, "groups": tuple(groups)})
+
+    FIELDS = ("weights", "adapter", "tp_rank", "tp_size", "name")
+    acme = TenantKey.from_secret(b"a secret of sixteen bytes", "acme")
+    home = await connect(spec(), tenant=acme)
+    doc = tokens_of(1, 320)
+    await stored(home, doc)
+    asked = prompt_of(20, doc, 5)
+    assert (await home.match(asked, modular=True)).modular_tokens == 320
+    others = [
+        await connect(spec(), tenant=TenantKey.public()),
+        await connect(spec(), tenant=TenantKey.from_secret(b"a secret of sixteen bytes", "acme2")),
+        await connect(spec(), tenant=TenantKey.from_secret(b"b secret of sixteen bytes", "acme")),
+        await connect(spec(), tenant=acme, salt="S"),
+        await connect(spec(), tenant=acme, block_size=64),
+        await connect(spec(), tenant=acme, block_size=8),
+        await connect(spec(), tenant=acme, codec="int8"),
+        await connect(spec(adapter=None), tenant=acme),
+        await connect(spec(adapter=Adapter("x", hashlib.sha256(b"B").digest())), tenant=acme),
+        await connect(spec(weights=b"trained on"), tenant=acme),
+        await connect(spec(dtype=KVDtype.BF16), tenant=acme),
+        await connect(spec(theta=10001.0), tenant=acme),
+        await connect(spec(tp_size=2), tenant=acme),
+    ]
+    for other in others:
+        match = await other.match(asked, modular=True, min_run=64)
+        assert (match.hit_tokens, match.modular) == (0, ()), other
+    again = await connect(spec(), tenant=acme)
+    assert (await again.match(asked, modular=True)).modular_tokens == 320
+
+
+async def test_what_can_be_read_under_a_stolen_name(connect: Connect) -> None:
+    """K15: a span of one tenant names nothing in another's space."""
+    mine = await connect(
+        make_spec(**TINY), tenant=TenantKey.from_secret(b"a secret of sixteen bytes", "acme")
+    )
+    other = await connect(make_spec(**TINY))
+    doc = tokens_of(1, 320)
+    await stored(mine, doc)
+    match = await mine.match(prompt_of(20, doc, 5), modular=True)
+    into = poisoned(other.model, 345)
+    result = await other.fetch(match, into)
+    assert (result.modular, result.reason) == ((), "not stored") and untouched(into, 0, 345)
+
+
+async def test_isolated_and_in_context(connect: Connect) -> None:
+    """K15: a span says in which context it was computed; one that was computed alone is preferred."""
+    client = await connect(make_spec(**TINY))
+    doc = tokens_of(1, 160)
+    behind = prompt_of(32, doc, 16)
+    await stored(client, behind)
+    asked = prompt_of(50, doc, 5)
+    (span,) = (await client.match(asked, modular=True)).modular
+    assert not span.isolated and span.context == client.prompt(behind).digests[1]
+    await stored(client, doc)
+    (span,) = (await client.match(asked, modular=True)).modular
+    assert span.isolated and span.source == 0 and span.context == b""
+
+
+async def test_switches(connect: Connect, node: Node) -> None:
+    """Off for a request unless asked; off for a client, who is then not found by others either."""
+    spec = make_spec(**TINY)
+    client, closed = await connect(spec), await connect(spec, modular=False)
+    doc, hidden = tokens_of(1, 160), tokens_of(2, 160)
+    await stored(client, doc)
+    await stored(closed, hidden)
+    asked, other = prompt_of(3, doc, 5), prompt_of(3, hidden, 5)
+    assert (await client.match(asked)).modular == ()
+    assert (await client.match(asked, modular=False)).spans == (MissingSpan(0, 168),)
+    assert node.status()["counters"]['hypercache_requests_total{op="locate",outcome="ok"}'] == 0
+    assert (await client.match(asked, modular=True)).modular_tokens == 160
+    assert (await client.match(other, modular=True)).modular == ()
+    assert client.modular_refusal == "" and closed.modular_refusal == SWITCHED_OFF
+    match = await closed.match(asked, modular=True)
+    assert match.modular == () and match.reason == f"not stored; no modular reuse: {SWITCHED_OFF}"
+    assert (await closed.match(prompt_of(hidden, 5), modular=True)).reason == ""
+    with pytest.raises(ConfigError, match="modular must be a bool"):
+        await connect(spec, modular="no")
+
+
+@pytest.mark.parametrize("kind", ["dynamic", "longrope", "mrope", "brand-new"])
+async def test_a_model_whose_keys_cannot_move(connect: Connect, kind: str) -> None:
+    """K01: refused by name, whatever is asked; causal hits go on working."""
+    made = make_spec(**TINY)
+    group = made.groups[0]
+    spec = type(made)(
+        weights=made.weights,
+        groups=(type(group)(group.layers, group.layout, RopeSpec(kind, 1e4, 8)),),
+        name="odd",
+    )
+    client = await connect(spec)
+    doc = tokens_of(1, 160)
+    await stored(client, doc)
+    assert kind in client.modular_refusal
+    match = await client.match(prompt_of(4, doc, 5), modular=True)
+    assert match.modular == () and match.reason.endswith(client.modular_refusal)
+    assert (await client.match(prompt_of(doc, 5), modular=True)).hit_tokens == 160
+
+
+# --- segments and runs
+
+
+async def test_segments_bound_what_is_looked_for(connect: Connect) -> None:
+    client = await connect(make_spec(**TINY))
+    a, b = tokens_of(1, 160), tokens_of(2, 160)
+    await stored(client, prompt_of(a, b))
+    asked = prompt_of(10, a, b, 10)
+
+    async def found(segments: Any, **more: Any) -> list[tuple[int, int]]:
+        match = await client.match(asked, modular=True, segments=segments, **more)
+        return [(span.start, span.stop) for span in match.modular]
+
+    assert await found(None) == [(10, 330)]
+    assert await found([(0, 340)]) == [(10, 330)]
+    assert await found([(10, 170), (170, 330)]) == [(10, 170), (170, 330)]  # one run, cut at the border
+    assert await found([(10, 170)]) == [(10, 170)]
+    assert await found([(200, 340)]) == [(202, 330)]
+    assert await found([(10, 100), (100, 330)]) == [(10, 90), (106, 330)]
+    assert await found([(10, 100), (100, 330)], min_run=81) == [(106, 330)]
+    assert await found([]) == []
+    (first, second) = (await client.match(asked, modular=True, segments=[(10, 170), (170, 330)])).modular
+    assert first.isolated and second.context == first.tail
+    into = poisoned(client.model, 340)
+    match = await client.match(asked, modular=True, segments=[(170, 330)])
+    assert (await client.fetch(match, into)).modular == match.modular
+    assert untouched(into, 0, 170) and untouched(into, 330, 340)
+    for wrong in ([(0, 341)], [(5, 5)], [(-1, 4)], [(0, 50), (40, 60)], [(50, 60), (0, 10)], [3], "ab"):
+        with pytest.raises(SpecError, match="segment"):
+            await client.match(asked, modular=True, segments=wrong)
+
+
+async def test_a_minimum_run(connect: Connect) -> None:
+    client = await connect(make_spec(**TINY))
+    long, short = tokens_of(1, 96), tokens_of(2, 48)
+    await stored(client, long)
+    await stored(client, short)
+    asked = prompt_of(5, short, 5, long, 5)
+    for least, want in ((16, [48, 96]), (48, [48, 96]), (49, [96]), (64, [96]), (96, [96]), (97, [])):
+        match = await client.match(asked, modular=True, min_run=least)
+        assert [span.stop - span.start for span in match.modular] == want, least
+    for wrong in (15, 0, -3, 2.5, "64", None, 1 << 30):
+        with pytest.raises(SpecError, match="min_run"):
+            await client.match(asked, modular=True, min_run=wrong)
+
+
+async def test_pictures_do_not_move(connect: Connect) -> None:
+    """What placeholder tokens stand for is not in their ids: blocks with media in them are not reused."""
+    client = await connect(make_spec(**TINY))
+    doc = tokens_of(1, 320)
+    picture, other = (hashlib.sha256(bytes([i])).digest() for i in range(2))
+    kv = fill(KVBuffers.allocate(client.model, 320), 1)
+    await client.store(client.prompt(doc, media=[MediaSpan(100, 200, picture)]), kv)
+    asked = prompt_of(7, doc, 5)
+    for content in (picture, other, None):
+        media = [MediaSpan(107, 207, content)] if content else []
+        match = await client.match(client.prompt(asked, media=media), modular=True)
+        want = [(7, 103), (215, 327)] if content else [(7, 103)]  # unsaid, the run ends where it differs
+        assert [(s.start, s.stop) for s in match.modular] == want
+
+
+async def test_long_prompts_take_several_questions(
+    connect: Connect, node: Node, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Runs that lie across two questions are found whole, wherever they lie."""
+    client = await connect(make_spec(**TINY))
+    docs = [tokens_of(seed, 160) for seed in range(4)]
+    await stored(client, prompt_of(*docs))
+    for gap in (0, 1, 50, 97, 111):
+        asked = prompt_of(docs[0], gap, docs[2], docs[3], 30, docs[1], 9)
+        whole = await client.match(asked, modular=True)
+        assert whole.hit_tokens == 160 and len(whole.modular) == 2
+        count = node.status()["counters"]['hypercache_requests_total{op="locate",outcome="ok"}']
+        with monkeypatch.context() as patch:
+            patch.setattr(protocol, "MAX_PROBES", 100)
+            parts = await client.match(asked, modular=True)
+        assert parts.modular == whole.modular and parts.hit_tokens == 160
+        assert node.status()["counters"]['hypercache_requests_total{op="locate",outcome="ok"}'] > count + 3
+
+
+# --- moving
+
+
+@pytest.mark.parametrize("dtype", [KVDtype.FP32, KVDtype.FP16])
+async def test_it_lands_where_it_belongs_with_its_keys_turned(connect: Connect, dtype: KVDtype) -> None:
+    """Exact blocks bit for bit, values bit for bit, keys turned by the distance; nothing else is written."""
+    spec = make_spec(layers=3, dtype=dtype)
+    client = await connect(spec)
+    system, a, b = tokens_of(1, 53), tokens_of(2, 150), tokens_of(3, 200)
+    kv = await stored(client, prompt_of(system, a, b, 60))
+    asked = prompt_of(system, b, 7, a, 21)
+    match = await client.match(asked, modular=True)
+    assert match.hit_tokens == 48 and [s.delta > 0 for s in match.modular] == [False, True]
+    into = poisoned(spec, len(asked))
+    result = await client.fetch(match, into)
+    assert (result.hit_tokens, result.modular, result.reason) == (48, match.modular, "")
+    assert result.wire_bytes == (48 + match.modular_tokens) * spec.token_nbytes()
+    assert same(kv, into, 0, 48)
+    assert all(landed(into, kv, span, 1e-6 if dtype is KVDtype.FP32 else 1e-3) for span in match.modular)
+    for span in match.spans:
+        assert not isinstance(span, MissingSpan) or untouched(into, span.start, span.stop)
+
+
+@pytest.mark.parametrize("codec", ["fp8", "int8", "int4", "int4-plain"])
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+async def test_every_codec_turns_as_it_decodes(connect: Connect, codec: str, block_size: int) -> None:
+    """A modular block is what the same codec makes of it in place, turned."""
+    spec = make_spec(layers=2, dtype=KVDtype.FP32)
+    client = await connect(spec, codec=codec, block_size=block_size)
+    doc = tokens_of(1, 320)
+    await stored(client, doc)
+    plain = KVBuffers.allocate(spec, 321)
+    assert (await client.fetch(prompt_of(doc, 1), plain)).hit_tokens == 320
+    asked = prompt_of(1003, doc, 1)
+    match = await client.match(asked, modular=True)
+    into = poisoned(spec, len(asked))
+    (span,) = (await client.fetch(match, into)).modular
+    assert (span.start, span.stop) == (1003, 1323)
+    assert landed(into, plain, span, 1e-6)
+
+
+@pytest.mark.parametrize(("stored_at", "used_at"), [(0, 1000), (0, 100_000), (4000, 13)])
+async def test_a_position_is_kept_with_the_block(connect: Connect, stored_at: int, used_at: int) -> None:
+    """K07: stored at 0, used at 1,000 and at 100,000; and backwards. Values bit for bit."""
+    client = await connect(make_spec(layers=1, heads=1, dim=64, dtype=KVDtype.FP32))
+    doc = tokens_of(1, 160)
+    kv = await stored(client, prompt_of(stored_at, doc) if stored_at else doc)
+    asked = prompt_of(used_at, doc, 2)
+    match = await client.match(asked, modular=True)
+    (span,) = match.modular
+    assert span.delta == used_at - stored_at and span.stop - span.start == 160
+    into = poisoned(client.model, len(asked))
+    assert (await client.fetch(match, into)).modular == (span,)
+    assert landed(into, kv, span, 2e-6)
+
+
+async def test_local_and_global_layers_turn_by_their_own_angles(connect: Connect) -> None:
+    """K02: each layer by its own theta; a layer without rotation keeps its keys."""
+    made = make_spec(layers=3, dtype=KVDtype.FP32)
+    layout = made.layout(0)
+    ropes = [RopeSpec("default", 10000.0, 64), RopeSpec("default", 1e6, 64), RopeSpec("none", 0.0, 0)]
+    groups = tuple(type(made.groups[0])((i,), layout, rope) for i, rope in enumerate(ropes))
+    spec = type(made)(weights=made.weights, groups=groups, name="layered")
+    client = await connect(spec)
+    doc = tokens_of(1, 160)
+    kv = await stored(client, doc)
+    asked = prompt_of(333, doc, 1)
+    into = poisoned(spec, len(asked))
+    (span,) = (await client.fetch(await client.match(asked, modular=True), into)).modular
+    for layer, want in enumerate(
+        [turned(kv.layer(0)[0], 333), turned(kv.layer(1)[0], 333, 1e6), kv.layer(2)[0]]
+    ):
+        assert (
+            np.abs(into.layer(layer)[0][:, span.start : span.stop] - want).max() < 2e-6 * np.abs(want).max()
+        )
+
+
+@pytest.mark.parametrize("held", [0, 32, 48, 100, 101, 120, 133, 260, 261, 300])
+async def test_what_the_engine_holds_is_not_written(connect: Connect, held: int) -> None:
+    """C06 with modular spans: nothing before ``start`` is touched, also in the middle of a block."""
+    spec = make_spec(layers=2, dtype=KVDtype.FP32)
+    client = await connect(spec)
+    system, doc = tokens_of(1, 48), tokens_of(2, 160)
+    kv = await stored(client, prompt_of(system, 11, doc))
+    asked = prompt_of(system, 53, doc, 40)
+    match = await client.match(asked, modular=True)
+    (span,) = match.modular
+    assert (match.hit_tokens, span.start, span.stop) == (48, 106, 250)  # the stored blocks 64..208
+    into = poisoned(spec, len(asked))
+    result = await client.fetch(match, into, start=held)
+    assert untouched(into, 0, held)
+    assert result.hit_tokens == (48 if held < 48 else 0)
+    left = (span.clip(held, span.stop, 16),) if held < span.stop else ()
+    assert result.modular == left
+    assert all(landed(into, kv, part, 2e-6) for part in left)
+    assert untouched(into, span.stop, len(asked))
+    if held in (32, 120):
+        part = await client.fetch(match, poisoned(spec, len(asked)), start=held, layers=range(1, 2))
+        assert part.modular == left and part.wire_bytes < result.wire_bytes
+
+
+async def test_buffers_without_room_take_what_fits(connect: Connect) -> None:
+    spec = make_spec(**TINY)
+    client = await connect(spec)
+    a, b = tokens_of(1, 96), tokens_of(2, 96)
+    await stored(client, a)
+    kv = await stored(client, b, 5)
+    match = await client.match(prompt_of(5, a, 5, b, 5), modular=True)
+    for tokens, want in ((207, [96, 96]), (202, [96, 96]), (201, [96, 80]), (121, [96]), (20, []), (5, [])):
+        into = poisoned(spec, tokens)
+        spans = (await client.fetch(match, into)).modular
+        assert [span.stop - span.start for span in spans] == want
+        if tokens == 201:
+            assert landed(into, kv, spans[1], 1e-3) and untouched(into, 186, 201)
+    rows = ChunkBuffers([np.zeros((7, size), np.uint8) for size in client.chunk_nbytes])
+    assert [span.blocks for span in (await client.fetch(match, rows)).modular] == [6, 1]
+
+
+async def test_chunk_buffers_take_the_plan_row_by_row(connect: Connect) -> None:
+    """Bytes as they were stored, not turned: whoever decodes them turns them."""
+    spec = make_spec(layers=2)
+    client = await connect(spec, codec="int8")
+    system, doc = tokens_of(1, 48), tokens_of(2, 160)
+    await stored(client, prompt_of(system, doc), 3)
+    whole = ChunkBuffers(source := [np.zeros((13, size), np.uint8) for size in client.chunk_nbytes])
+    assert (await client.fetch(prompt_of(system, doc, 1), whole)).hit_tokens == 208
+    match = await client.match(prompt_of(system, 5, doc, 9), modular=True)
+    rows = [np.zeros((16, size), np.uint8) for size in client.chunk_nbytes]
+    chunks = ChunkBuffers(rows)
+    result = await client.fetch(match, chunks)
+    assert (result.hit_tokens, result.modular) == (48, match.modular)
+    for got, want in zip(rows, source, strict=True):
+        assert np.array_equal(got[:13], want) and not got[13:].any()
+    assert chunks.exact == 3
+    again = await client.store(prompt_of(system, 5, doc, 9), chunks)
+    assert (again.outcome, again.reason) == ({"exists": 3}, "approximate K/V are not stored")
+    assert codecs.get("int8") is client.codec
+
+
+async def test_a_transfer_tells_what_is_good_so_far(connect: Connect) -> None:
+    spec = make_spec(layers=6)
+    client = await connect(spec)
+    system, doc = tokens_of(1, 48), tokens_of(2, 160)
+    kv = await stored(client, prompt_of(system, doc))
+    asked = prompt_of(system, 5, doc, 9)
+    match = await client.match(asked, modular=True)
+    into = poisoned(spec, len(asked))
+    seen = []
+    transfer = client.start_fetch(match, into, on_layer=lambda layer: seen.append(transfer.modular))
+    for layer in range(6):
+        assert await transfer.layer(layer)
+        assert transfer.tokens == 48 and transfer.modular == match.modular
+        span = match.modular[0]
+        values = into.layer(layer)[1][:, span.start : span.stop]
+        assert np.array_equal(values, kv.layer(layer)[1][:, span.source : span.source + 160])
+    assert (await transfer).modular == match.modular == transfer.modular
+    assert seen == [match.modular] * 6
+
+    alone = await client.match(prompt_of(3, doc, 9), modular=True)
+    transfer = client.start_fetch(alone, into)
+    assert await transfer.layer(5) and (await transfer).hit_tokens == 0 and await transfer.layer(2)
+    transfer = client.start_fetch(alone, into)
+    transfer.cancel()
+    assert (await transfer).modular == () and not await transfer.layer(0)
+
+
+def test_the_blocking_face(tmp_path: Any) -> None:
+    """The same calls, options and values."""
+    import asyncio
+    import threading
+
+    from .conftest import running_node
+
+    started, done, uris = threading.Event(), asyncio.Event(), []
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        async with running_node() as node:
+            uris.append(node.uris[0])
+            started.set()
+            await done.wait()
+
+    thread = threading.Thread(target=loop.run_until_complete, args=(serve(),))
+    thread.start()
+    assert started.wait(10)
+    try:
+        spec = make_spec(layers=2)
+        with hypercache.connect_sync(uris[0], model=spec, codec="raw", tenant=TenantKey.public()) as client:
+            assert client.modular_refusal == ""
+            doc = tokens_of(1, 160)
+            kv = fill(KVBuffers.allocate(spec, 160), 1)
+            assert client.store(doc, kv).stored == 10
+            asked = prompt_of(5, doc, 3)
+            assert client.match(asked).modular == ()
+            match = client.match(asked, modular=True, segments=[(5, 165)], min_run=32)
+            assert match.modular_tokens == 160
+            into = poisoned(spec, len(asked))
+            transfer = client.start_fetch(match, into)
+            assert transfer.layer(1) and transfer.modular == match.modular
+            assert transfer.result().modular == match.modular
+            assert landed(into, kv, match.modular[0], 1e-3) and into.exact == 5
+            assert client.reuse.found == 1
+    finally:
+        loop.call_soon_threadsafe(done.set)
+        thread.join(10)
+        loop.close()
+
+
+# --- never stored
+
+
+async def test_approximate_bytes_are_never_stored(connect: Connect) -> None:
+    """Stored under this prompt's exact names they would poison every later hit."""
+    spec = make_spec(**TINY)
+    client = await connect(spec)
+    system, doc = tokens_of(1, 48), tokens_of(2, 160)
+    await stored(client, prompt_of(system, doc))
+    asked = prompt_of(system, 21, doc, 100)
+    match = await client.match(asked, modular=True)
+    into = KVBuffers.allocate(spec, len(asked) + 64)
+    assert into.exact == len(asked) + 64
+    await client.fetch(match, into)
+    assert into.exact == match.modular[0].start == 69
+    for kv in (into, into.window(0, len(asked))):
+        result = await client.store(asked, kv, start=0)
+        assert result.reason == "approximate K/V are not stored"
+        assert sum(result.outcome.values()) == 4
+    late = await client.store(asked, into, start=64)
+    assert (late.blocks, late.reason) == (0, "approximate K/V are not stored")
+    assert (await client.match(asked)).hit_tokens == 64
+
+    into.mark_exact(len(asked))  # the engine computed everything anew
+    done = await client.store(asked, into, start=64)
+    assert (done.stored, done.reason) == (len(asked) // 16 - 4, "")
+
+
+async def test_a_store_that_follows_the_layers_is_clipped_too(connect: Connect) -> None:
+    spec = make_spec(**{**TINY, "layers": 3})
+    client = await connect(spec)
+    doc = tokens_of(1, 160)
+    await stored(client, doc)
+    asked = prompt_of(40, doc, 40)
+    into = KVBuffers.allocate(spec, len(asked))
+    await client.fetch(await client.match(asked, modular=True), into)
+    saving = client.start_store(asked, into, ready_layers=0)
+    saving.layer_ready(2)
+    result = await saving
+    assert (result.stored, result.reason) == (2, "approximate K/V are not stored")
+
+
+async def test_buffers_begin_anew_with_a_prompt(connect: Connect) -> None:
+    """An engine that reuses its buffers is not held to what was in them."""
+    spec = make_spec(**{**TINY, "layers": 2})
+    client = await connect(spec)
+    doc = tokens_of(1, 160)
+    await stored(client, doc)
+    asked = prompt_of(40, doc, 40)
+    match = await client.match(asked, modular=True)
+    into = KVBuffers.allocate(spec, len(asked))
+
+    async def dirty() -> None:
+        await client.fetch(match, into)
+        assert into.exact == 40
+
+    await dirty()
+    assert (await client.fetch(prompt_of(doc, 80), into)).hit_tokens == 160 and into.exact == len(asked)
+    await dirty()
+    assert (await client.fetch(tokens_of(8, 100), into)).hit_tokens == 0 and into.exact == len(asked)
+    await dirty()
+    await client.fetch(prompt_of(doc, 80), into, layers=range(1))  # the other layer keeps what it has
+    assert into.exact == 40
+    await client.fetch(prompt_of(doc, 80), into, start=16)
+    assert into.exact == 40
+    await client.evict(doc)
+    lost = await client.fetch(match, into)
+    assert (lost.modular, lost.reason, into.exact) == ((), "not stored", len(asked))
+
+
+# --- saying that it does nothing
+
+
+async def _ask_in_vain(client: hypercache.Client, count: int) -> None:
+    for seed in range(count):
+        await client.match(tokens_of(1000 + seed, 200), modular=True)
+
+
+@pytest.mark.parametrize(
+    ("cause", "says"),
+    [
+        ("off", "connect(modular=False)"),
+        ("refused", "'dynamic' RoPE"),
+        ("empty", "nothing of tenant"),
+        ("never", "token ids differ"),
+    ],
+)
+async def test_fifty_matches_in_vain_are_one_warning(
+    connect: Connect, caplog: pytest.LogCaptureFixture, cause: str, says: str
+) -> None:
+    """K13: 0 blocks found in 50 prompts that could have had some: one warning that names the cause."""
+    spec = make_spec(**TINY)
+    if cause == "refused":
+        group = spec.groups[0]
+        rope = RopeSpec("dynamic", 1e4, 8, scaling=(("factor", 2.0),))
+        spec = type(spec)(
+            weights=spec.weights, groups=(type(group)(group.layers, group.layout, rope),), name="d"
+        )
+    client = await connect(spec, modular=cause != "off")
+    if cause == "never":
+        await stored(client, tokens_of(1, 320))
+    with caplog.at_level(logging.WARNING, "hypercache.client"):
+        for _ in range(60):  # too short to count
+            await client.match(tokens_of(2, 50), modular=True)
+        for _ in range(60):  # not asked for
+            await client.match(tokens_of(2, 200))
+        await _ask_in_vain(client, 49)
+        assert not caplog.records
+        await _ask_in_vain(client, 60)
+    (record,) = caplog.records
+    assert "50 matches" in record.message and says in record.message
+    assert (client.reuse.matches, client.reuse.eligible, client.reuse.found) == (169, 109, 0)
+
+
+async def test_no_warning_where_something_was_found(
+    connect: Connect, caplog: pytest.LogCaptureFixture
+) -> None:
+    """K13 from the other side."""
+    client = await connect(make_spec(**TINY))
+    doc = tokens_of(1, 320)
+    await stored(client, doc)
+    with caplog.at_level(logging.WARNING, "hypercache.client"):
+        await client.match(prompt_of(3, doc, 4), modular=True)
+        await _ask_in_vain(client, 80)
+    assert not caplog.records and client.reuse.found == 1
+
+
+# --- cost
+
+
+async def test_long_prompts_cost_one_round_trip(connect: Connect, node: Node) -> None:
+    """131,072 uncovered tokens: one question, and the CPU it takes (server included here) is printed."""
+    client = await connect(make_spec(**TINY))
+    tokens = np.random.default_rng(1).integers(0, 50_000, 131_072)
+    await client.match(tokens[:1000], modular=True)
+    counted = node.status()["counters"]['hypercache_requests_total{op="locate",outcome="ok"}']
+    began = time.process_time()
+    match = await client.match(tokens, modular=True, deadline=60)
+    print(f"CPU of both sides: {1e3 * (time.process_time() - began):.1f} ms")
+    assert match.reason.startswith("not stored") and match.modular == ()
+    after = node.status()["counters"]
+    assert after['hypercache_requests_total{op="locate",outcome="ok"}'] == counted + 1
+    assert after['hypercache_requests_total{op="match",outcome="ok"}'] == 0
