@@ -116,6 +116,25 @@ CLOSES: dict[str, Callable[[Peer], None]] = {
     "too many digests": lambda peer: peer.send(protocol.Match(0, b"x" * 16 * (protocol.MAX_BLOCKS + 1))),
     "parent of 3 bytes": lambda peer: peer.send(protocol.Store(0, b"abc", D[0], 1000)),
     "payload where none belongs": lambda peer: peer.send(protocol.Match(0, D[0]), payload=b"x" * 1000),
+    "locate with half a fingerprint": lambda peer: peer.send(protocol.Locate(0, D[0], 0, b"x" * 9, 4)),
+    "locate without a question": lambda peer: peer.send(protocol.Locate(0, b"", 0, b"", 4)),
+    "locate before the prompt": lambda peer: peer.send(protocol.Locate(0, b"", -5, bytes(16), 4)),
+    "locate far behind it": lambda peer: peer.send(protocol.Locate(0, b"", 1 << 60, bytes(16), 4)),
+    "locate of no blocks": lambda peer: peer.send(protocol.Locate(0, b"", 0, bytes(16), 0)),
+    "locate with half a digest": lambda peer: peer.send(protocol.Locate(0, b"x" * 15, 0, bytes(16), 4)),
+    "too many fingerprints": lambda peer: peer.send(
+        protocol.Locate(0, b"", 0, bytes(8 * protocol.MAX_PROBES + 8), 4)
+    ),
+    "fetch of nothing": lambda peer: peer.send(protocol.Fetch(0, b"", (0, 2), 1000, 1)),
+    "chain of no blocks": lambda peer: peer.send(protocol.Fetch(0, D[0], (0, 2), 1000, 1, ((D[1], 0),))),
+    "chain of minus one": lambda peer: peer.send(protocol.Fetch(0, D[0], (0, 2), 1000, 1, ((D[1], -1),))),
+    "chain without a name": lambda peer: peer.send(protocol.Fetch(0, D[0], (0, 2), 1000, 1, ((b"", 1),))),
+    "chain of a billion": lambda peer: peer.send(protocol.Fetch(0, b"", (0, 2), 1000, 1, ((D[1], 1 << 30),))),
+    "chains of too many": lambda peer: peer.send(
+        protocol.Fetch(0, b"", (0, 2), 1000, 1, ((D[1], protocol.MAX_BLOCKS),) * 2)
+    ),
+    "half a mark": lambda peer: peer.send(protocol.Store(0, None, D[0], 1000, b"x" * 23)),
+    "one mark for two": lambda peer: peer.send(protocol.Store(0, None, D[0] + D[1], 1000, b"x" * 24)),
     "negative integer for bytes": lambda peer: peer.raw(Op.EVICT, b"\x92\xff\xff"),
 }
 
@@ -274,6 +293,7 @@ async def test_nothing_is_served_before_hello(node: Node, first: protocol.Messag
 REFUSED: dict[str, tuple[str, protocol.Message]] = {
     "handle": ("handle", protocol.Match(7, D[0])),
     "negative handle": ("handle", protocol.Match(-1, D[0])),
+    "handle of a locate": ("handle", protocol.Locate(7, b"", 0, bytes(8), 1)),
     "layers": ("spec", protocol.Fetch(0, D[0], (0, 3), 1000, 1 << 20)),
     "empty layers": ("spec", protocol.Fetch(0, D[0], (1, 1), 1000, 1 << 20)),
     "codec": ("codec", protocol.Open(b"m" * 32, 16, "zip", SIZES, "")),
@@ -323,6 +343,7 @@ async def test_other_geometry_than_what_is_stored_is_refused(node: Node) -> None
         protocol.Match(1, D[0]),
         protocol.Contains(1, D[0]),
         protocol.Fetch(1, D[0], (0, 2), 1000, 1 << 20),
+        protocol.Locate(1, D[0], 0, bytes(8), 1),
         protocol.Store(1, None, D[1], 1000),
     ):
         early.send(question, request_id=50)
@@ -523,6 +544,9 @@ LIES: dict[str, Callable[..., None]] = {
     "end too early": answers(FETCHING, layer(0, 0, 4), lambda liar: (protocol.Fetched(4), b"")),
     "another answer": answers(lambda liar: (protocol.Stored({}), b"")),
     "fetching twice": answers(FETCHING, FETCHING),
+    "a chain that nobody asked for": answers(lambda liar: (protocol.Fetching(4, (1,)), b"")),
+    "a question": answers(lambda liar: (protocol.Match(0, D[0]), b"")),
+    "an endless answer": answers(lambda liar: (protocol.Error("busy", "x" * 100_000), b"")),
     "nonsense": lambda liar, channel, request_id, message: channel.send(
         Outgoing(Op.FETCHING, request_id, b"\xc1")
     ),

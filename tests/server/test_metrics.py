@@ -22,11 +22,15 @@ def test_asked_is_hit_plus_missed() -> None:
     for _ in range(200):
         asked = rng.randrange(0, 50)
         hit = rng.randrange(0, asked + 1)
-        metrics.matched(asked=asked, hit=hit) if rng.random() < 0.5 else metrics.fetch_started(
-            asked=asked, hit=hit
-        )
+        match rng.randrange(3):
+            case 0:
+                metrics.matched(asked=asked, hit=hit)
+            case 1:
+                metrics.located(asked=asked, hit=hit, probes=1, modular=0)
+            case _:
+                metrics.fetch_started(asked=asked, hit=hit, modular_asked=2 * asked, modular_hit=asked)
     now = metrics.snapshot()
-    for op in ("match", "fetch"):
+    for op in ("match", "fetch", "fetch_modular"):
         parts = (
             now[f'hypercache_blocks_hit_total{{op="{op}"}}'],
             now[f'hypercache_blocks_missed_total{{op="{op}"}}'],
@@ -48,6 +52,27 @@ def test_o03_impossible_values_are_counted_as_errors_and_nothing_else() -> None:
         assert after[name] >= value, name
     assert after['hypercache_blocks_hit_total{op="match"}'] == 2
     assert after["hypercache_sent_bytes_total"] == 0
+
+
+def test_k12_causal_and_modular_are_counted_apart() -> None:
+    metrics = Metrics()
+    metrics.located(asked=9, hit=4, probes=100, modular=6)
+    metrics.located(asked=0, hit=0, probes=100, modular=0)
+    metrics.located(asked=9, hit=9, probes=0, modular=0)  # nothing was looked for out of context
+    metrics.fetch_started(asked=4, hit=3, modular_asked=6, modular_hit=2)
+    metrics.fetch_finished("ok", 500, 200)
+    now = metrics.snapshot()
+    assert now['hypercache_requests_total{op="locate",outcome="ok"}'] == 3
+    assert now['hypercache_blocks_hit_total{op="match"}'] == 13
+    assert now['hypercache_blocks_hit_total{op="fetch"}'] == 3
+    assert now['hypercache_blocks_missed_total{op="fetch"}'] == 1
+    assert now['hypercache_blocks_hit_total{op="fetch_modular"}'] == 2
+    assert now['hypercache_blocks_missed_total{op="fetch_modular"}'] == 4
+    assert now["hypercache_modular_matches_total"] == 2
+    assert now["hypercache_modular_matches_found_total"] == 1
+    assert now["hypercache_modular_blocks_found_total"] == 6
+    assert now["hypercache_sent_bytes_total"] == 500
+    assert now["hypercache_modular_sent_bytes_total"] == 200
 
 
 def test_store_outcomes_are_told_apart() -> None:
@@ -80,9 +105,10 @@ def test_known_labels_start_at_0_so_that_the_first_step_is_seen() -> None:
     before = metrics.snapshot()
     assert set(before.values()) == {0}
     metrics.matched(asked=3, hit=1)
-    metrics.fetch_started(asked=3, hit=1)
+    metrics.located(asked=3, hit=1, probes=9, modular=2)
+    metrics.fetch_started(asked=3, hit=1, modular_asked=3, modular_hit=2)
     for outcome in ("ok", "deadline", "cancelled"):
-        metrics.fetch_finished(outcome, 1)
+        metrics.fetch_finished(outcome, 1, 1)
     reasons = ("exists", "pending", "orphan", "full", "too_large", "corrupt", "aborted")
     metrics.store_finished(Counter({"stored": 1, **dict.fromkeys(reasons, 1)}), 1)
     for op in ("open", "contains", "evict", "clear"):
