@@ -34,38 +34,49 @@ def influence(
     stale: KVBuffers,
     ids: Sequence[int] | Array,
     start: int,
+    first: int | None = None,
     first_layer: int = 0,
     at: float = HALF_WAY,
-) -> tuple[Array, float]:
-    """Float64 ``(start,)``: the influence of each token in front of ``start``, in nats; and L at ``at``.
+) -> Array:
+    """Float64 ``(start,)``: the influence of each token in front of ``start``, in nats.
 
     model: a Transformers causal LM in evaluation mode. full, stale: its K/V of positions ``0..start-1`` at
-        least. ids: the prompt and what follows it; the distributions of what comes after each of
-        ``ids[start:]`` are compared. first_layer: K/V of the layers before it are exact in any case, and are
-        taken from ``full``. at: the point where the gradient is taken, 0 stale, 1 full.
+        least. ids: the prompt and what follows it. first: the distributions of what comes after each of
+        ``ids[first:]`` are compared, None for all behind the prompt. first_layer: K/V of the layers before it
+        are exact in any case, and are taken from ``full``. at: where on the way the gradient is taken, 0
+        stale, 1 full.
 
-    Raises SpecError if nothing follows ``start``, or the K/V hold fewer tokens or are another model's.
+    Raises SpecError if nothing follows the prompt, or the K/V hold fewer tokens or are another model's.
     """
-    rest = torch.from_numpy(np.array(ids, np.int64)[start:])[None]
-    if rest.shape[1] == 0 or start < 1:
+    first = start if first is None else first
+    if not 1 <= start <= first < len(ids):
         raise SpecError(
-            f"no token follows position {start} of {len(ids)}; give the prompt and its continuation"
+            f"start and first must be in 1..{len(ids) - 1}, behind the prompt and within ids, in this order; "
+            f"got {start} and {first}"
         )
+    rest = torch.from_numpy(np.array(ids, np.int64)[start:])[None]
     if full.spec != stale.spec or min(full.tokens, stale.tokens) < start:
         raise SpecError(f"influence needs two sets of K/V of one model, {start} tokens or more in each")
     weights = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in weights:
         parameter.requires_grad_(False)  # their gradients would cost as much again
     try:
-        return _influence(model, full, stale, rest, start, first_layer, at)
+        return _influence(model, full, stale, rest, start, first - start, first_layer, at)
     finally:
         for parameter in weights:
             parameter.requires_grad_(True)
 
 
 def _influence(
-    model: Any, full: KVBuffers, stale: KVBuffers, rest: torch.Tensor, start: int, first_layer: int, at: float
-) -> tuple[Array, float]:
+    model: Any,
+    full: KVBuffers,
+    stale: KVBuffers,
+    rest: torch.Tensor,
+    start: int,
+    skip: int,
+    first_layer: int,
+    at: float,
+) -> Array:
     exact = [_tensors(full, layer, start) for layer in range(full.spec.num_layers)]
     between: list[tuple[torch.Tensor, ...]] = []
     steps: list[tuple[torch.Tensor, ...]] = []
@@ -79,8 +90,8 @@ def _influence(
         between.append(point)
         steps.append(step)
     with torch.no_grad():
-        want = _distributions(model, exact, rest, start)
-    got = _distributions(model, between, rest, start)
+        want = _distributions(model, exact, rest, start, skip)
+    got = _distributions(model, between, rest, start, skip)
     loss = (want.exp() * (want - got)).sum()
     inputs = [tensor for pair in between[first_layer:] for tensor in pair]
     total = torch.zeros(start, dtype=torch.float64)
@@ -91,19 +102,19 @@ def _influence(
         ):
             total -= (gradient.double() * step.double()).sum(dim=(0, 1, 3))
     out: Array = total.numpy()
-    return out, float(loss.detach())
+    return out
 
 
 def _distributions(
-    model: Any, layers: Sequence[tuple[torch.Tensor, ...]], rest: torch.Tensor, start: int
+    model: Any, layers: Sequence[tuple[torch.Tensor, ...]], rest: torch.Tensor, start: int, skip: int
 ) -> torch.Tensor:
-    """Log-probabilities ``(n, vocab)`` of what comes after each of the n tokens ``rest``, float32."""
+    """Log-probabilities ``(n, vocab)`` of what comes after each of the n tokens ``rest[skip:]``, float32."""
     cache = DynamicCache(config=model.config)
     for layer, (keys, values) in enumerate(layers):
         cache.update(keys, values, layer)
     at = torch.arange(start, start + rest.shape[1])[None]
     logits = model(input_ids=rest, position_ids=at, cache=cache, use_cache=True).logits
-    out: torch.Tensor = logits[0].float().log_softmax(-1)
+    out: torch.Tensor = logits[0, skip:].float().log_softmax(-1)
     return out
 
 
