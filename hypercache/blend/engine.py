@@ -168,7 +168,7 @@ class _Work:
             rows = self._drop(layer, rows, deviation)
         self._by_layer.append(len(self._alive))
         reused = self._plan.reused[self._alive]
-        self._spend(shape.attend(self._positions), shape.attend(reused))
+        self._spend(shape.attend(layer, self._positions), shape.attend(layer, reused))
         return engine.attend(layer, rows, kv)
 
     def _drop(self, layer: int, rows: Rows, deviation: Array | None) -> Rows:
@@ -202,7 +202,7 @@ class _Work:
 
     def _cross_attention(self, layer: int, rows: Rows) -> Array:
         parts = self._plan
-        score = self._engine.shape.score(parts.reused)
+        score = self._engine.shape.score(layer, parts.reused)
         self._spend(score, score)
         starts = parts.reused - parts.place
         return self._engine.mass(layer, rows, self._kv, np.minimum(1, starts), starts)

@@ -1,6 +1,7 @@
 """What a prefill costs, counted from the model's shape: two FLOPs for each multiplication with addition.
 
-Per token and layer, for a gated MLP and grouped-query attention over ``t`` keys (its own included):
+Per token and layer, for a gated MLP and grouped-query attention over ``t`` keys (its own included; where the
+layer has a sliding window, at most as many as that):
 
     q, k and v      2 * hidden * (heads + 2 * kv_heads) * head_dim
     attention       4 * heads * head_dim * t          scores, then the weighted sum of values
@@ -21,7 +22,8 @@ Array = npt.NDArray[Any]
 
 
 class Shape(NamedTuple):
-    """Sizes of a model: ``mlp`` is the inner width of its gated MLP."""
+    """Sizes of a model. mlp: inner width of its gated MLP. windows: the sliding window of each layer in
+    tokens, None where it has none; empty: no layer has."""
 
     layers: int
     hidden: int
@@ -29,20 +31,24 @@ class Shape(NamedTuple):
     kv_heads: int
     head_dim: int
     mlp: int
+    windows: tuple[int | None, ...] = ()
 
     def project(self, tokens: int) -> int:
         """q, k and v of one layer."""
         return 2 * self.hidden * (self.heads + 2 * self.kv_heads) * self.head_dim * tokens
 
-    def score(self, positions: Array) -> int:
-        """Attention scores of one layer alone, for queries at ``positions``."""
-        return 2 * self.heads * self.head_dim * int(np.sum(positions + 1, dtype=np.int64))
+    def score(self, layer: int, positions: Array) -> int:
+        """Attention scores of ``layer`` alone, for queries at ``positions``."""
+        window = self.windows[layer] if self.windows else None
+        keys = positions + 1 if window is None else np.minimum(positions + 1, window)
+        return 2 * self.heads * self.head_dim * int(np.sum(keys, dtype=np.int64))
 
-    def attend(self, positions: Array) -> int:
-        """The rest of one layer behind its projections, for tokens at ``positions``."""
+    def attend(self, layer: int, positions: Array) -> int:
+        """The rest of ``layer`` behind its projections, for tokens at ``positions``."""
         each = 2 * self.heads * self.head_dim * self.hidden + 6 * self.hidden * self.mlp
-        return 2 * self.score(positions) + each * len(positions)
+        return 2 * self.score(layer, positions) + each * len(positions)
 
     def prefill(self, positions: Array) -> int:
         """All layers for tokens at ``positions``, all tokens before them being there."""
-        return self.layers * (self.project(len(positions)) + self.attend(positions))
+        attended = sum(self.attend(layer, positions) for layer in range(self.layers))
+        return self.layers * self.project(len(positions)) + attended

@@ -6,6 +6,7 @@ is what the model itself computes is not believed but checked, on a few tokens, 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
@@ -22,7 +23,13 @@ from hypercache.kv import KVBuffers
 
 Array = npt.NDArray[Any]
 
-SUPPORTED = ("LlamaForCausalLM", "MistralForCausalLM", "Qwen2ForCausalLM", "Qwen3ForCausalLM")
+SUPPORTED = (
+    "LlamaForCausalLM",
+    "MistralForCausalLM",
+    "Qwen2ForCausalLM",
+    "Qwen3ForCausalLM",
+    "Gemma3ForCausalLM",
+)
 _QUERIES = 256  # attended at a time, which bounds mask and scores to heads x 256 x tokens
 _ROUNDING = {torch.float32: 1e-4, torch.float16: 2e-2, torch.bfloat16: 1e-1}  # relative L2 of two ways to sum
 
@@ -35,13 +42,12 @@ def _inference(method: F) -> F:
 
 
 class Rows(NamedTuple):
-    """Tokens between two layers: ascending positions ``(n,)``, their rotary cos and sin ``(n, dim)``, hidden
-    states ``(n, hidden)``; between ``project`` and ``attend`` also q ``(heads, n, dim)``, k and v
-    ``(kv_heads, n, dim)``."""
+    """Tokens between two layers: ascending positions ``(n,)``, their rotary cos and sin ``(n, dim)`` for each
+    kind of layer, hidden states ``(n, hidden)``; between ``project`` and ``attend`` also q
+    ``(heads, n, dim)``, k and v ``(kv_heads, n, dim)``."""
 
     positions: torch.Tensor
-    cos: torch.Tensor
-    sin: torch.Tensor
+    angles: dict[str, tuple[torch.Tensor, torch.Tensor]]
     x: torch.Tensor
     q: torch.Tensor | None = None
     k: torch.Tensor | None = None
@@ -82,8 +88,12 @@ class LayeredTransformer:
             kv_heads=layout.heads,
             head_dim=layout.parts[0].dim,
             mlp=config.intermediate_size,
+            windows=tuple(self.spec.group_of(i).window for i in range(config.num_hidden_layers)),
         )
         self._layers = list(self.model.model.layers)
+        # Gemma 3 has another theta where it slides; others have one kind of layer as far as RoPE goes.
+        by_layer = "layer_type" in inspect.signature(self.model.model.rotary_emb.forward).parameters
+        self._kinds = list(config.layer_types) if by_layer else [""] * config.num_hidden_layers
         self._check()
 
     def run(
@@ -96,8 +106,11 @@ class LayeredTransformer:
     def embed(self, ids: Array, positions: Array) -> Rows:
         at = torch.from_numpy(np.array(positions, np.int64))
         x = self.model.model.embed_tokens(torch.from_numpy(np.array(ids, np.int64)))
-        cos, sin = self.model.model.rotary_emb(x[None], at[None])
-        return Rows(at, cos[0], sin[0], x)
+        angles = {}
+        for kind in set(self._kinds):
+            cos, sin = self.model.model.rotary_emb(x[None], at[None], *filter(None, [kind]))
+            angles[kind] = cos[0], sin[0]
+        return Rows(at, angles, x)
 
     @_inference
     def project(self, layer: int, rows: Rows) -> Rows:
@@ -108,16 +121,18 @@ class LayeredTransformer:
             part(x).view(len(x), -1, self.shape.head_dim)
             for part in (attention.q_proj, attention.k_proj, attention.v_proj)
         )
-        if hasattr(attention, "q_norm"):  # Qwen3
+        if hasattr(attention, "q_norm"):  # Qwen 3, Gemma 3
             q, k = attention.q_norm(q), attention.k_norm(k)
-        q, k = (_rotate(part.transpose(0, 1), rows.cos, rows.sin) for part in (q, k))
+        cos, sin = rows.angles[self._kinds[layer]]
+        q, k = (_rotate(part.transpose(0, 1), cos, sin) for part in (q, k))
         return rows._replace(q=q, k=k, v=v.transpose(0, 1))
 
     @_inference
     def take(self, rows: Rows, which: Array) -> Rows:
         at = torch.from_numpy(np.array(which, np.int64))
         projected = [None if part is None else part[:, at] for part in (rows.q, rows.k, rows.v)]
-        return Rows(rows.positions[at], rows.cos[at], rows.sin[at], rows.x[at], *projected)
+        angles = {kind: (cos[at], sin[at]) for kind, (cos, sin) in rows.angles.items()}
+        return Rows(rows.positions[at], angles, rows.x[at], *projected)
 
     @_inference
     def deviation(self, layer: int, rows: Rows, kv: KVBuffers) -> Array:
@@ -138,10 +153,9 @@ class LayeredTransformer:
         scale = self._layers[layer].self_attn.scaling
         begin, end = (torch.from_numpy(np.array(bound, np.int64))[:, None] for bound in (first, stop))
         out = torch.empty(len(rows.x), self.shape.heads)
-        for part, q, keys, _, seen in self._queries(layer, rows, kv):
+        for part, q, keys, _, at, seen in self._queries(layer, rows, kv):
             scores = (q @ keys.mT).float() * scale
             weights = scores.masked_fill_(~seen, -torch.inf).softmax(-1)
-            at = torch.arange(keys.shape[1])
             on = ((at >= begin[part]) & (at < end[part])).repeat(self._groups, 1)
             out[part] = (weights * on).sum(-1).view(self.shape.heads, -1).T
         shares: Array = out.numpy()
@@ -151,14 +165,19 @@ class LayeredTransformer:
     def attend(self, layer: int, rows: Rows, kv: KVBuffers) -> Rows:
         block, n = self._layers[layer], len(rows.x)
         out = torch.empty(self.shape.heads, n, self.shape.head_dim, dtype=rows.x.dtype)
-        for part, q, keys, values, seen in self._queries(layer, rows, kv):
+        for part, q, keys, values, _, seen in self._queries(layer, rows, kv):
             mixed = functional.scaled_dot_product_attention(
                 q[None], keys[None], values[None], attn_mask=seen[None, None], scale=block.self_attn.scaling
             )
             out[:, part] = mixed.view(self.shape.heads, -1, self.shape.head_dim)
-        x = rows.x + block.self_attn.o_proj(out.transpose(0, 1).reshape(n, -1))
-        x = x + block.mlp(block.post_attention_layernorm(x))
-        return Rows(rows.positions, rows.cos, rows.sin, x)
+        mixed = block.self_attn.o_proj(out.transpose(0, 1).reshape(n, -1))
+        if hasattr(block, "pre_feedforward_layernorm"):  # Gemma 3: norms before and behind each half
+            x = rows.x + block.post_attention_layernorm(mixed)
+            x = x + block.post_feedforward_layernorm(block.mlp(block.pre_feedforward_layernorm(x)))
+        else:
+            x = rows.x + mixed
+            x = x + block.mlp(block.post_attention_layernorm(x))
+        return Rows(rows.positions, rows.angles, x)
 
     @property
     def _groups(self) -> int:
@@ -166,18 +185,23 @@ class LayeredTransformer:
 
     def _queries(
         self, layer: int, rows: Rows, kv: KVBuffers
-    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
+    ) -> Iterator[tuple[slice, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]]:
         """Some rows at a time: which, their queries ``(kv_heads, groups * rows, dim)`` (so no K/V head is
-        repeated), the keys and values up to the last one's position, and who sees which, by causality."""
+        repeated), the keys and values that any of them may see, where those stand, and who sees which."""
         queries = rows.projected[0]
         keys, values = _held(kv, layer)
+        window = self.shape.windows[layer]
         for start in range(0, len(rows.x), _QUERIES):
             part = slice(start, min(start + _QUERIES, len(rows.x)))
             at = rows.positions[part]
-            tokens = int(at[-1]) + 1
+            first, stop = 0 if window is None else max(0, int(at[0]) - window + 1), int(at[-1]) + 1
             q = queries[:, part].reshape(self.shape.kv_heads, -1, self.shape.head_dim)
-            seen = (torch.arange(tokens) <= at[:, None]).repeat(self._groups, 1)
-            yield part, q, keys[:, :tokens], values[:, :tokens], seen
+            key_at = torch.arange(first, stop)
+            seen = key_at <= at[:, None]
+            if window is not None:
+                seen &= key_at > at[:, None] - window
+            seen = seen.repeat(self._groups, 1)
+            yield part, q, keys[:, first:stop], values[:, first:stop], key_at, seen
 
     @_inference
     def hidden(self, rows: Rows) -> Array:

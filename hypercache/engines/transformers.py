@@ -1,4 +1,4 @@
-"""Hugging Face Transformers as an engine: any causal LM with RoPE and full attention, on the CPU.
+"""Hugging Face Transformers as an engine: any causal LM with RoPE, on the CPU.
 
 Only the public cache API is used: a ``DynamicCache`` whose layers keep their K/V in
 :class:`hypercache.kv.KVBuffers`. What the cache fetched is attended to where it lies, what the model
@@ -19,7 +19,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from transformers import DynamicCache
-from transformers.cache_utils import DynamicLayer
+from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hypercache.engines import LayerReady
 from hypercache.engines.weights import weights_fingerprint
@@ -41,8 +41,8 @@ class TransformersEngine:
     adapter: required with ``weights`` when the model carries adapter layers, since they change the K/V.
     assume_standard: as in :meth:`ModelSpec.from_hf_config`, for a ``model_type`` that it does not know.
     Raises SpecError that names what the cache cannot carry: what is no causal LM, encoder-decoders, models
-    without RoPE or with one that depends on the prompt's length, sliding windows, recurrent or otherwise
-    unknown cache layers, models in training mode, other dtypes, devices other than the CPU.
+    without RoPE or with one that depends on the prompt's length, recurrent or otherwise unknown cache layers,
+    models in training mode, other dtypes, devices other than the CPU.
     """
 
     def __init__(
@@ -79,7 +79,8 @@ class TransformersEngine:
             raise SpecError(
                 f"{name} carries adapter layers: pass adapter=Adapter(name, digest), or weights=None"
             )
-        _check_cache_layers(name, DynamicCache(config=config))
+        # Layers with a sliding window are kept whole here: the model masks what lies outside of it.
+        _check_cache_layers(name, DynamicCache(config=config), DynamicLayer, DynamicSlidingWindowLayer)
         if weights is None:
             digest = _parameters_digest(model)
         else:
@@ -148,7 +149,7 @@ class TransformersEngine:
 
         Raises SpecError that names the layer: batches, unknown cache layers, K/V that do not fit ``spec``.
         """
-        _check_cache_layers(type(self.model).__name__, cache)
+        _check_cache_layers(type(self.model).__name__, cache, DynamicLayer, _HostLayer)
         layers = []
         for i, layer in enumerate(cache.layers):
             if not layer.is_initialized:
@@ -203,14 +204,14 @@ def _refuse_training(*modules: Any) -> None:
         )
 
 
-def _check_cache_layers(name: str, cache: Any) -> None:
+def _check_cache_layers(name: str, cache: Any, *known: type) -> None:
     if not isinstance(cache, DynamicCache):
         raise SpecError(f"{name}: the cache is a {type(cache).__name__}; only DynamicCache is supported")
     for i, layer in enumerate(cache.layers):
-        if type(layer) not in (DynamicLayer, _HostLayer):
+        if type(layer) not in known:
             raise SpecError(
-                f"{name}: layer {i} keeps a {type(layer).__name__}; "
-                "only full attention (DynamicLayer) is supported"
+                f"{name}: layer {i} keeps a {type(layer).__name__}; supported here: "
+                + ", ".join(one.__name__.lstrip("_") for one in known)
             )
 
 

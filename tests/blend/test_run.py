@@ -201,6 +201,9 @@ def test_the_reports_flops_are_those_counted_by_hand() -> None:
     assert blind.flops_reused == 3 * 10 * projection + 2 * (10 * rest + attention(blind.chosen))
     shape = Shape(3, 64, 4, 2, 16, 160)
     assert shape.prefill(everything) == report.flops_full
+    slides = shape._replace(windows=(None, 5, None))  # the sixth token and those behind it see five
+    assert slides.score(0, np.arange(8)) == 2 * 64 * 36 and slides.score(1, np.arange(8)) == 2 * 64 * 30
+    assert shape.prefill(everything) - slides.prefill(everything) == 4 * 64 * sum(range(TOKENS - 4))
 
 
 def test_layers_are_read_and_written_only_when_they_are_there() -> None:

@@ -40,6 +40,8 @@ SHAPES: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral": ("MistralConfig", {"sliding_window": None}),
     "qwen2": ("Qwen2Config", {}),
     "qwen3, wide heads": ("Qwen3Config", {"head_dim": 32}),
+    "mistral, windows": ("MistralConfig", {"sliding_window": 70}),
+    "gemma3": ("Gemma3TextConfig", {"head_dim": 16, "sliding_window": 70, "sliding_window_pattern": 2}),
 }
 EXACT, SPANS = 10, (Reused(10, 150), Reused(150, 290))
 IDS = np.random.default_rng(3).integers(0, 160, 300)
@@ -87,11 +89,12 @@ def fetched(engine: LayeredTransformer) -> KVBuffers:
     for layer in range(engine.shape.layers):
         for part in kv.layer(layer):
             part.view(np.uint8)[:] = 0xFF  # NaN in every dtype
+        rope = engine.spec.group_of(layer).rope
         for to, source, count in ((0, 0, 10), (10, 150, 140), (150, 10, 140)):
             parts = [part[:, to : to + count] for part in kv.layer(layer)]
             for target, held in zip(parts, stored.layer(layer), strict=True):
                 target[:] = held[:, source : source + count]
-            moved = turn(engine.spec.groups[0].rope, to - source)
+            moved = turn(rope, to - source)
             if moved is not None:
                 rerotate(engine.spec.layout(layer), parts, moved)
     return kv
@@ -153,8 +156,10 @@ def test_every_policy_keeps_its_budget_and_repairs(llama: LayeredTransformer, po
             np.testing.assert_allclose(ours, theirs, atol=1e-4)
 
 
-def test_what_policies_see_is_what_the_models_own_attention_says() -> None:
-    model = build("Qwen3Config", {"attn_implementation": "eager"})
+@pytest.mark.parametrize("shape", ["qwen3, wide heads", "gemma3"])
+def test_what_policies_see_is_what_the_models_own_attention_says(shape: str) -> None:
+    config, fields = SHAPES[shape]
+    model = build(config, {**fields, "attn_implementation": "eager"})
     engine = LayeredTransformer(model)
     with torch.inference_mode():
         own = model(input_ids=torch.from_numpy(IDS)[None], output_attentions=True).attentions
@@ -194,7 +199,7 @@ def test_an_engine_or_a_model_with_its_options_is_taken() -> None:
     engine = TransformersEngine(model, weights=b"w" * 32)
     made, same = LayeredTransformer(engine), LayeredTransformer(model, weights=b"w" * 32)
     assert made.engine is engine and made.spec == same.spec
-    assert made.shape == (4, 64, 4, 2, 16, 96)
+    assert made.shape == (4, 64, 4, 2, 16, 96, (None,) * 4)
 
 
 @pytest.mark.parametrize(
