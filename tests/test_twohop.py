@@ -106,6 +106,15 @@ def test_labels_stand_where_they_belong():
         assert {i: label for i, label in enumerate(row) if label != twohop_train.IGNORED} == prompt.labels
 
 
+def test_prompts_to_calibrate_on_hold_no_answer():
+    prompt = task.prompt(Random(11))
+    found = task.unlabelled(prompt)
+    whole = [*found["prefix"], *(token for segment in found["segments"] for token in segment)]
+    for question, (position, _) in zip(found["questions"], prompt.questions, strict=True):
+        whole += [*question, prompt.labels[position]]
+    assert whole == prompt.ids
+
+
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory, one_thread):
     """A model after a few steps, and what its training returned and said."""
@@ -178,6 +187,22 @@ def test_eval_from_the_command_line(trained):
         assert ways[name] == len(twohop_eval.RATIOS)
         assert ways[f"{name}, narrowing"] == 1
     assert all(0 <= row["all"] <= 1 and 0 <= row["flops_saved"] < 1 for row in found["rows"])
+
+
+def test_prompts_from_the_command_line():
+    command = [sys.executable, str(TOOLS / "twohop.py"), "prompts", "--prompts", "3", "--seed", "5"]
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=100)
+    random = Random(5)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert lines == [task.unlabelled(task.prompt(random)) for _ in range(3)]
+
+
+def test_what_is_no_model_is_said_in_one_line(tmp_path):
+    command = [sys.executable, str(TOOLS / "twohop.py"), "eval", "--model", str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.returncode == 1
+    assert "config.json" in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 def test_the_table_names_every_way():

@@ -8,12 +8,16 @@ from __future__ import annotations
 
 import argparse
 import json
+import sys
 from pathlib import Path
+from random import Random
 
 import torch
 from rich.console import Console
 from rich.progress import Progress
 from transformers.utils import logging
+
+from hypercache.errors import HyperCacheError
 
 
 def train(args: argparse.Namespace) -> None:
@@ -25,12 +29,12 @@ def train(args: argparse.Namespace) -> None:
 
 def evaluate(args: argparse.Namespace) -> None:
     import twohop_eval
-    from transformers import AutoModelForCausalLM
 
-    from hypercache.engines.layered import LayeredTransformer
+    from hypercache.engines import selectors
+    from hypercache.engines.load import load
 
-    engine = LayeredTransformer(AutoModelForCausalLM.from_pretrained(args.model).eval())
-    ways = twohop_eval.rows(None)
+    engine = load(str(args.model)).engine
+    ways = twohop_eval.rows(selectors.find(engine.spec))
     with Progress(console=Console(stderr=True), transient=True) as progress:
         task = progress.add_task(f"{args.prompts} prompts, {len(ways)} ways", total=args.prompts)
         found = twohop_eval.evaluate(engine, args.prompts, args.seed, ways, lambda: progress.advance(task))
@@ -38,6 +42,14 @@ def evaluate(args: argparse.Namespace) -> None:
         print(json.dumps({"prompts": args.prompts, "seed": args.seed, "rows": found}, indent=2))
     else:
         twohop_eval.show(found, Console())
+
+
+def prompts(args: argparse.Namespace) -> None:
+    import twohop_task
+
+    random = Random(args.seed)
+    for _ in range(args.prompts):
+        print(json.dumps(twohop_task.unlabelled(twohop_task.prompt(random))))
 
 
 def main() -> None:
@@ -56,10 +68,17 @@ def main() -> None:
     command.add_argument("--prompts", type=int, default=300, help="of 6 questions each (default 300)")
     command.add_argument("--seed", type=int, default=1, help="of the prompts; not the one trained with")
     command.add_argument("--json", action="store_true", help="print one JSON object")
+    command = commands.add_parser("prompts", help="print prompts to calibrate on, without answers")
+    command.set_defaults(run=prompts)
+    command.add_argument("--prompts", type=int, default=50, help="default 50")
+    command.add_argument("--seed", type=int, default=2, help="of the prompts; not the one evaluated with")
     args = parser.parse_args()
     torch.set_num_threads(1)
     logging.disable_progress_bar()
-    args.run(args)
+    try:
+        args.run(args)
+    except HyperCacheError as error:
+        sys.exit(str(error))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from random import Random
+from typing import Any
 
 START, DOCUMENT, END, ASK, PAD = range(5)
 KEYS, VALUES = 48, 32
@@ -81,6 +82,15 @@ def prompt(random: Random, shape: Shape = Shape()) -> Prompt:
         questions.append((len(ids) - 2, fact.kind))
         labels[len(ids) - 2] = FIRST_VALUE + fact.value
     return Prompt(ids, labels, questions, documents)
+
+
+def unlabelled(prompt: Prompt) -> dict[str, Any]:
+    """A prompt as ``hypercache calibrate`` reads it: what is in front, what moves, what is asked."""
+    return {
+        "prefix": prompt.ids[:1],
+        "segments": [prompt.ids[start:stop] for start, stop in prompt.documents],
+        "questions": [prompt.ids[position - 1 : position + 1] for position, _ in prompt.questions],
+    }
 
 
 def _facts(random: Random, shape: Shape) -> list[_Fact]:
