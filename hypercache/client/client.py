@@ -87,7 +87,11 @@ async def connect(
 
 
 class Client:
-    """See :func:`connect`. Belongs to the event loop and the process that made it."""
+    """See :func:`connect`. Belongs to the event loop and the process that made it.
+
+    modular_refusal: why nothing is reused out of its context here; "" if it can be. reuse: what such reuse
+    brought so far, in counts.
+    """
 
     def __init__(
         self,

@@ -440,6 +440,21 @@ async def test_long_prompts_take_several_questions(
         assert node.status()["counters"]['hypercache_requests_total{op="locate",outcome="ok"}'] > count + 3
 
 
+async def test_a_prompt_keeps_the_tokens_it_was_hashed_from(connect: Connect) -> None:
+    """A caller who reuses an array must not have a block found by tokens that it does not hold."""
+    client = await connect(make_spec(**TINY))
+    doc, other = tokens_of(1, 160), tokens_of(2, 160)
+    ids = doc.astype("<u4")  # taken without a copy
+    prompt = client.prompt(ids)
+    ids[:] = other
+    await client.store(prompt, fill(KVBuffers.allocate(client.model, 160), 1))
+    assert (await client.match(prompt_of(5, doc, 5), modular=True)).modular_tokens == 160
+    assert (await client.match(prompt_of(5, other, 5), modular=True)).modular_tokens == 0
+    bare = type(prompt)(prompt.tokens, prompt.block_size, client.prompt(prompt_of(5, doc, 5)).digests)
+    match = await client.match(bare, modular=True)
+    assert match.modular == () and match.reason == "not stored; no modular reuse: the prompt has no tokens"
+
+
 # --- moving
 
 
