@@ -53,6 +53,8 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     Raises SpecError for numbers that are not finite, shapes that do not fit each other, unknown features.
     """
 
+    format: str = "hypercache.selector"
+    version: int = VERSION
     model: str
     features: tuple[str, ...]
     mean: tuple[float, ...]
@@ -61,8 +63,6 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     ratio: float
     check_layer: int
     trained: Trained
-    format: str = "hypercache.selector"
-    version: int = VERSION
 
     def __post_init__(self) -> None:
         mass_layers(self.features)  # refuses unknown names
