@@ -21,6 +21,7 @@ from hypothesis.stateful import (
 
 from hypercache.errors import StoreFull
 from hypercache.store import BlockStore, HoldEnded, Lease, Reservation, Skip
+from hypercache.store.modular import find
 
 from .kit import MIB, audit, info, intact, write_layer
 
@@ -36,7 +37,7 @@ NAMES = st.sampled_from(sorted(SPACES))
 PATHS = st.lists(st.integers(0, 1), min_size=1, max_size=4).map(tuple)
 OWNERS = st.sampled_from(["a", "b", "c"])
 MARKED = st.sampled_from([True, True, True, False])
-CHAINS = st.lists(st.tuples(PATHS, st.integers(1, 5)), max_size=3)
+CHAINS = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 4)), max_size=3)  # which, blocks
 
 
 def name(path: tuple[int, ...]) -> bytes:
@@ -73,6 +74,18 @@ def prompt(pieces: list[tuple[int, tuple[int, ...], int]]) -> list[int]:
         out += [0] * gap
         for end in range(min(first, len(path) - 1) + 1, len(path) + 1):
             out += [text(path[:end]), 0]
+    return out
+
+
+def runs_of(visible: set[tuple[int, ...]], texts: list[int]) -> list[list[tuple[int, ...]]]:
+    """All chains of blocks that hold ``texts``, each as long as it goes."""
+    out = [[path] for path in visible if text(path) == texts[0]]
+    for run in out:
+        for wanted in texts[1:]:
+            step = [path for path in visible if path[:-1] == run[-1] and text(path) == wanted]
+            if not step:
+                break
+            run += step
     return out
 
 
@@ -145,10 +158,11 @@ class Machine(RuleBasedStateMachine):
         self.reconcile()
         return got
 
-    @rule(space=NAMES, path=PATHS, owner=OWNERS, marked=MARKED)
-    def put(self, space, path, owner, marked):
-        for _, reservation in self.take(space, path, 0, owner, marked):
-            self.fill((space, reservation), [0, 1, 2])
+    @rule(space=NAMES, paths=st.lists(PATHS, min_size=1, max_size=4), owner=OWNERS, marked=MARKED)
+    def put(self, space, paths, owner, marked):
+        for path in paths:
+            for _, reservation in self.take(space, path, 0, owner, marked):
+                self.fill((space, reservation), [0, 1, 2])
 
     @rule(target=reservations, item=reservations, owner=OWNERS, pin=st.booleans(), marked=MARKED)
     def write_again(self, item, owner, pin, marked):
@@ -246,7 +260,9 @@ class Machine(RuleBasedStateMachine):
     def lease(self, space, path, chains, owner, ttl):
         digests = prefixes(path)
         count = self.store.match(self.spaces[space], digests, self.now)
-        asked = [(name(path), count) for path, count in chains]
+        known = sorted(PATH[d] for s, d in self.visible() if s == space)
+        chains = [((known + ALL)[which % (2 * len(known) + 1)], length) for which, length in chains]
+        asked = [(name(chain), length) for chain, length in chains]
         lease = self.store.lease(self.spaces[space], digests, owner, ttl, self.now, asked)
         visible = self.visible()
         want = [digests[: self.hit(space, path)]]
@@ -267,43 +283,28 @@ class Machine(RuleBasedStateMachine):
         )
         hit = self.hit(space, path)
         assert located.hit == hit and located.complete
+        self.check_runs(space, asked, first, hit * SIZE, least, located.runs)
+
+    def check_runs(self, space, asked, first, start, least, runs):
         found = []
-        for run in located.runs:
+        for run in runs:
             paths = [PATH[block.digest] for block in run.blocks]
             assert paths == [paths[-1][: len(p)] for p in paths]  # parent -> child
             assert run.source == (len(paths[0]) - 1) * SIZE
             assert [block.modular for block in run.blocks] == [name(p) for p in paths]
             found.append((run.at - first, paths))
-        at, want = max(0, hit * SIZE - first), []
+        visible = {PATH[d] for s, d in self.visible() if s == space and self.marked[s, d]}
+        at, want = max(0, start - first), []
         while at < len(asked):
-            runs = self.runs(space, asked[at::SIZE])
-            longest = max(map(len, runs), default=0)
+            best = runs_of(visible, asked[at::SIZE])
+            longest = max(map(len, best), default=0)
             if longest >= least:
-                want.append((at, [run for run in runs if len(run) == longest]))
+                want.append((at, [run for run in best if len(run) == longest]))
             at += longest * SIZE if longest >= least else 1
         assert [at for at, _ in found] == [at for at, _ in want]
         for (_, paths), (_, best) in zip(found, want, strict=True):
             assert paths in best
             assert len(paths[0]) == 1 or all(len(run[0]) > 1 for run in best)  # the isolated one, if there
-
-    def runs(self, space, texts):
-        """All maximal chains of visible, marked blocks with these texts."""
-        visible = {PATH[d] for s, d in self.visible() if s == space and self.marked[s, d]}
-        out = []
-        for path in visible:
-            run = []
-            for wanted in texts:
-                if path not in visible or text(path) != wanted:
-                    break
-                run.append(path)
-                following = [(*path, step) for step in (0, 1)]
-                path = (
-                    next((p for p in following if text(p) == texts[len(run)]), ())
-                    if len(run) < len(texts)
-                    else ()
-                )
-            out += [run] if run else []
-        return out
 
     @rule(lease=leases)
     def release(self, lease):
@@ -377,6 +378,20 @@ class Machine(RuleBasedStateMachine):
         for key, space in self.spaces.items():
             digests = [d for s, d in self.parents if s == key]
             assert self.store.contains(space, digests) == [(key, d) in visible for d in digests]
+
+    @invariant()
+    def what_is_visible_is_found(self):
+        """Every text in every order it may be stored in, at even tokens and at odd ones."""
+        if not hasattr(self, "store"):
+            return
+        asked = prompt([(0, path, 0) for path in ALL[-8:]] + [(1, path, 1) for path in ALL[-16:-8]])
+        for space, handle in self.spaces.items():
+            tree = self.store._tree(handle)
+            if tree is not None:
+                for least in (1, 2):
+                    found = find(tree, self.store._room.sieve, 3, np.array(asked, np.uint64), 5, least)
+                    assert found[1]
+                    self.check_runs(space, asked, 3, 5, least, found[0])
 
     @invariant()
     def bytes_in_use_are_untouched(self):
