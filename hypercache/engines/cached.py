@@ -10,6 +10,8 @@ was done. Such K/V are never stored.
 
 from __future__ import annotations
 
+import functools
+import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, cast
@@ -19,10 +21,11 @@ import numpy.typing as npt
 
 from hypercache import checks
 from hypercache.blend import Blend, Layered, Report, Reused, check, run
+from hypercache.blend.selector import Selector
 from hypercache.client import Client, FetchResult, Match, ModularSpan, StoreResult, SyncClient
 from hypercache.client.sync import SyncTransfer
-from hypercache.engines import LayerReady
-from hypercache.errors import HyperCacheError, SpecError
+from hypercache.engines import LayerReady, selectors
+from hypercache.errors import HyperCacheError, SpecError, TooLarge
 from hypercache.keys import canonical_tokens
 from hypercache.kv import KVBuffers
 from hypercache.model import ModelSpec
@@ -30,6 +33,7 @@ from hypercache.model import ModelSpec
 Array = npt.NDArray[Any]
 _CONNECT = "hypercache.connect_sync(uri, model=engine.spec)"
 _NOTHING = FetchResult(0, 0, 0)
+_log = logging.getLogger("hypercache.engines")
 
 
 class Engine(Protocol):
@@ -90,7 +94,8 @@ def prefill(
     kv: where its K/V go, with room for the prompt and whatever is to be decoded after it; None allocates for
         the prompt alone. An engine that serves reuses its buffers: fresh pages cost more than the transfer.
     blend: reuse K/V of other contexts too, and repair them so; needs an engine that works layer by layer
-        (:class:`hypercache.blend.Layered`).
+        (:class:`hypercache.blend.Layered`). Its policy "auto" is the selector calibrated for the engine's
+        model, if there is one: :mod:`hypercache.engines.selectors`.
     segments: with ``blend``, the spans of tokens that may move, as in :meth:`Client.match`; None: any.
 
     Raises TokenError for what is not token ids, SpecError for an empty prompt, another model's client, and
@@ -115,6 +120,7 @@ def prefill(
         )
     if blend is not None:
         check(engine, kv, blend)
+        blend = _with_selector(blend, engine.spec)
 
     def compute(exact: int, modular: Sequence[ModularSpan], ready: LayerReady | None = None) -> Prefilled:
         if blend is None:
@@ -131,6 +137,25 @@ def prefill(
     if match.hit_tokens == 0 and not match.modular:
         return replace(compute(0, ()), fetch=replace(_NOTHING, reason=match.reason))
     return _while_fetched(client.start_fetch(match, kv), match, compute)
+
+
+def _with_selector(blend: Blend, spec: ModelSpec) -> Blend:
+    if blend.policy != "auto" or blend.selector is not None:
+        return blend
+    found = _calibrated(spec)
+    return blend if found is None else replace(blend, selector=found, check_layer=found.check_layer)
+
+
+@functools.lru_cache(maxsize=16)
+def _calibrated(spec: ModelSpec) -> Selector | None:
+    """Read once a process. One that cannot be used is told, and is not in the way."""
+    try:
+        return selectors.find(spec)
+    except (SpecError, TooLarge) as error:
+        _log.warning(
+            "no calibrated selector for %r, tokens are ranked by their deviation: %s", spec.name, error
+        )
+        return None
 
 
 def _while_fetched(transfer: SyncTransfer, match: Match, compute: Callable[..., Prefilled]) -> Prefilled:

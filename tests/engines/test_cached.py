@@ -16,8 +16,10 @@ import pytest
 
 import hypercache
 from hypercache.blend import Blend
+from hypercache.blend.selector import Layer, Selector, Trained
 from hypercache.cli.local_server import local_server
 from hypercache.client import SyncClient, connect_sync
+from hypercache.engines import cached, selectors
 from hypercache.engines.cached import Prefilled, generate, greedy, prefill
 from hypercache.engines.reference import ReferenceConfig, ReferenceModel
 from hypercache.errors import SpecError, TokenError
@@ -263,6 +265,39 @@ def test_without_a_blend_nothing_of_another_context_is_used(stocked: SyncClient)
     same(got, prefill(ENGINE, ASKED))
 
 
+def test_auto_is_the_selector_calibrated_for_the_model(
+    stocked: SyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def policy() -> str:
+        cached._calibrated.cache_clear()  # as in another process
+        report = prefill(ENGINE, ASKED, stocked, blend=Blend(0.15)).report
+        assert report is not None and report.recomputed == 39
+        return report.policy
+
+    monkeypatch.setenv("HYPERCACHE_HOME", str(tmp_path))
+    assert policy() == "kv"
+    made = Selector(
+        model=ENGINE.spec.fingerprint().hex(),
+        features=("mass.0.3", "v.1"),
+        mean=(0.0, 0.0),
+        scale=(1.0, 1.0),
+        layers=(Layer(weights=((1.0, 1.0),), bias=(0.0,)),),
+        ratio=0.15,
+        check_layer=1,
+        trained=Trained(prompts=1, rows=256, source="00" * 16, layers=(1, 7)),
+    )
+    path = selectors.path_of(ENGINE.spec)
+    assert path is not None and path.is_relative_to(tmp_path)
+    selectors.save(made, path)
+    assert policy() == "selector"
+    path.write_text("{}")
+    assert policy() == "kv"
+    assert [record.levelname for record in caplog.records if "no calibrated selector" in record.message] == [
+        "WARNING"
+    ]
+    cached._calibrated.cache_clear()
+
+
 def test_segments_say_what_may_move(stocked: SyncClient) -> None:
     got = prefill(ENGINE, ASKED, stocked, blend=Blend(1.0), segments=[(200, 293)])
     assert [(span.start, span.stop) for span in got.fetch.modular] == [(213, 293)]  # blocks of A within
@@ -290,10 +325,10 @@ def test_what_only_approximates_is_never_stored(stocked: SyncClient) -> None:
 def test_buffers_that_were_blended_into_are_exact_again_when_computed_anew(stocked: SyncClient) -> None:
     kv = KVBuffers.allocate(ENGINE.spec, len(ASKED))
     other = prompt(60, 40)
-    for blend, cached in ((None, False), (Blend(0.15), False), (None, True), (Blend(0.15), True)):
+    for blend, caching in ((None, False), (Blend(0.15), False), (None, True), (Blend(0.15), True)):
         prefill(ENGINE, ASKED, stocked, kv, blend=Blend(0.15))
         assert kv.exact == 37
-        prefill(ENGINE, other, stocked if cached else None, kv, blend=blend)
+        prefill(ENGINE, other, stocked if caching else None, kv, blend=blend)
         assert kv.exact == len(ASKED)
 
 
