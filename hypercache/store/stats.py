@@ -16,7 +16,7 @@ class StoreStats:
     bytes_stored: int  # payload of visible blocks
     bytes_held: int  # slots that leases, reservations and pins keep in place
     bytes_index: int
-    bytes_index_limit: int
+    bytes_index_limit: int  # without what is kept for the modular index's sieve, 1..2 % of it
     largest_free_run: int
     blocks: int  # visible
     blocks_hidden: int  # being written, waiting for their prefix, or waiting to be freed

@@ -31,7 +31,7 @@ def test_absurd_limits_are_refused(option: str, value: float) -> None:
         BlockStore(8 * MIB, **{option: value})  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize(("layers", "length"), [(1, 1), (32, 1), (32, 64), (80, 8)])
+@pytest.mark.parametrize(("layers", "length"), [(1, 1), (32, 1), (32, 64), (4, 688), (80, 8)])
 def test_the_index_charge_is_what_the_index_takes(make: Make, layers: int, length: int) -> None:
     store = make(512 * MIB)
     ns = store.open_namespace(info("a", (64,) * layers))
