@@ -217,15 +217,11 @@ def calibrate(
         raise SpecError(f"{engine.spec.name!r} cannot be calibrated: {why}")
     settings = {"model": engine.spec.fingerprint(), "source": source, "ratio": ratio}
     inputs = commit("hypercache.calibration.v1", settings).hex()
-    kept = Progress(progress, inputs)
-    try:
+    with Progress(progress, inputs) as kept:
         rows, values, held_out = _learn(engine, prompts, kept, report)
         selector = _fit(engine, rows, values, ratio, inputs)
         kl = _measure(engine, selector, held_out, kept, report)
-    except BaseException:
-        kept.close()
-        raise
-    kept.remove()
+        kept.remove()
     return Outcome(selector, len(held_out), kl)
 
 

@@ -25,8 +25,8 @@ _DTYPES = ("<f4", "<f8")
 
 
 class Progress:
-    """Arrays by key, in ``path``. inputs: digest of what they depend on. Raises SpecError if it cannot be
-    written."""
+    """Arrays by key, in ``path``; a context manager, which closes the file. inputs: digest of what they
+    depend on. Raises SpecError if it cannot be written."""
 
     def __init__(self, path: Path, inputs: str) -> None:
         self._path, self._done = path, {}  # type: Path, dict[str, list[Array]]
@@ -55,12 +55,14 @@ class Progress:
         self._done[key] = arrays
         return arrays
 
-    def close(self) -> None:
+    def __enter__(self) -> Progress:
+        return self
+
+    def __exit__(self, *ended: object) -> None:
         self._file.close()
 
     def remove(self) -> None:
-        """Close and delete the file: the run has ended."""
-        self.close()
+        """Delete the file: the run has come to its end."""
         self._path.unlink(missing_ok=True)
 
     def _read(self, head: bytes) -> int:
