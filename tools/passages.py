@@ -17,7 +17,7 @@ SYSTEM = "You are a careful assistant. Answer from the reference below, and say 
 
 
 class Passage(NamedTuple):
-    """A docstring of 350 to 650 characters, and what it describes."""
+    """A docstring of 330 to 480 characters, and what it describes."""
 
     title: str
     text: str
@@ -43,7 +43,7 @@ def _of(path: Path) -> Iterator[Passage]:
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, (ast.ClassDef, ast.FunctionDef)):
             text = ast.get_docstring(node)
-            if text is not None and 350 <= len(text) <= 650 and text.isascii():
+            if text is not None and 330 <= len(text) <= 480 and text.isascii():
                 yield Passage(f"{path.stem}.{node.name}", text)
 
 

@@ -30,6 +30,7 @@ import passages
 from hypercache import KVBuffers, blend, connect_sync, rope
 from hypercache.blend import Blend, Reused
 from hypercache.cli.local_server import local_server
+from hypercache.engines import selectors
 from hypercache.engines.compare import kl
 from hypercache.engines.load import Loaded, load
 
@@ -128,9 +129,7 @@ def one(
 
 def learned(loaded: Loaded) -> Any:
     """The selector calibrated for this model, if there is one."""
-    from hypercache.blend import selector
-
-    return selector.find(loaded.engine.spec)
+    return selectors.find(loaded.engine.spec)
 
 
 def copy(kv: KVBuffers) -> KVBuffers:
