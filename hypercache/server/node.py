@@ -18,8 +18,9 @@ from fabrics.errors import AddressError
 from hypercache import protocol
 from hypercache.server.admin import AdminServer
 from hypercache.server.config import ServerConfig
+from hypercache.server.context import Context
 from hypercache.server.metrics import Metrics
-from hypercache.server.session import AGENT, Context, Session
+from hypercache.server.session import AGENT, Session
 from hypercache.store import BlockStore, MemoryUnavailable
 from hypercache.store.arena import MIN_CAPACITY
 

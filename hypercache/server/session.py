@@ -9,10 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections import OrderedDict
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -22,19 +19,14 @@ from hypercache import protocol
 from hypercache.errors import HyperCacheError, ProtocolError, SpecError, StoreFull, TooLarge
 from hypercache.keys import BLOCK_SIZES, HASH_VERSION
 from hypercache.protocol import ErrorCode, Op
+from hypercache.server.context import Context
 from hypercache.server.streams import FetchStream, PutSink, StoreStream
-from hypercache.store import BlockStore, Namespace, NamespaceInfo, Run
-
-if TYPE_CHECKING:
-    import structlog
-
-    from hypercache.server.metrics import Metrics
+from hypercache.store import Namespace, NamespaceInfo, Run
 
 AGENT = "hypercache-serve/0.1.0"
 MAX_STREAMS = 256  # fetches and stores in flight on one channel
 MAX_HANDLES = 256
 MAX_OPEN_LAYERS = 1 << 20  # of all sessions' handles: about 100 MB
-MAX_REMEMBERED = 4096
 MIN_FRAME_BYTES = 64 << 10
 LINGER_S = 10.0
 _CODES: tuple[tuple[type[HyperCacheError], ErrorCode], ...] = (
@@ -43,42 +35,6 @@ _CODES: tuple[tuple[type[HyperCacheError], ErrorCode], ...] = (
     (StoreFull, ErrorCode.BUSY),
 )
 _numbers = itertools.count(1)  # of connections, for the log
-
-
-@dataclass
-class Context:
-    """What all sessions of a node share."""
-
-    store: BlockStore
-    metrics: Metrics
-    log: structlog.typing.FilteringBoundLogger
-    clock: Callable[[], float]
-    max_payload: int
-    lease_limit_s: float
-    draining: bool = False
-    stored_in: OrderedDict[tuple[bytes, bytes], str] = field(default_factory=OrderedDict)
-    open_layers: int = 0  # of all namespaces that sessions have open: what their handles cost
-    _discard: memoryview = field(default_factory=lambda: memoryview(bytearray(64 << 10)))
-
-    def remember(self, tenant_id: bytes, digest: bytes, label: str) -> None:
-        """This tenant stores under that namespace; the last few thousand are known, to explain misses."""
-        self.stored_in[tenant_id, digest] = label
-        self.stored_in.move_to_end((tenant_id, digest))
-        if len(self.stored_in) > MAX_REMEMBERED:
-            self.stored_in.popitem(last=False)
-
-    def others(self, tenant_id: bytes, digest: bytes) -> tuple[str, ...]:
-        """Labels of the tenant's other namespaces, at most 8."""
-        labels = [
-            label for (who, what), label in self.stored_in.items() if who == tenant_id and what != digest
-        ]
-        return tuple(labels[-8:])
-
-    def discard(self, size: int) -> memoryview:
-        """Memory for bytes that nobody wants; shared, its content is meaningless."""
-        if size > self._discard.nbytes:
-            self._discard = memoryview(bytearray(size))
-        return self._discard[:size]
 
 
 class _Refusal(Exception):
@@ -506,4 +462,4 @@ def _span(run: Run) -> protocol.Span:
     return protocol.Span(run.at, run.source, blocks[0].context, chain, digests)
 
 
-__all__ = ["AGENT", "Context", "Session"]
+__all__ = ["AGENT", "Session"]

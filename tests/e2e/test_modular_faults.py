@@ -20,9 +20,9 @@ from hypercache.keys import modular_digests
 from hypercache.model import KVDtype
 
 from .conftest import Connect, fill, make_spec, poisoned, running_node, same, tokens_of, untouched
+from .modular_kit import Ids, landed, prompt_of, stored
 from .test_bad_input import D, Liar, meet
 from .test_faults import Server, client_of
-from .test_modular import Ids, landed, prompt_of, stored
 
 SPEC = make_spec(layers=3, dtype=KVDtype.FP32)
 
