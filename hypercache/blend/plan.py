@@ -46,7 +46,7 @@ class Blend:
     selector: Policy | None = None
     check_layer: int = 1
     lead: int = 1
-    narrow: float = 0.0
+    narrow: float = 0.3
 
     def __post_init__(self) -> None:
         for name in ("ratio", "narrow"):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from hypercache.model import KVDtype
 sys.path.append(str(Path(__file__).parent))
 from blend_kit import SPANS, SYSTEM, TOKENS, A, B, Case, Q, case, error, same_bits
 
+flat = partial(Blend, narrow=0.0)  # as many tokens in every layer
 DOUBLE = case(ReferenceConfig(dtype="float64", layers=5))
 REUSED = A + B
 ALL = slice(0, TOKENS)
@@ -63,7 +65,7 @@ def test_ratio_1_is_a_full_prefill_in_every_shape(config: ReferenceConfig) -> No
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_ratio_0_is_rotation_alone_and_computes_nothing_for_reused_tokens(policy: str) -> None:
-    settings = Blend(0.0, policy)
+    settings = flat(0.0, policy)
     got, kv = blended(DOUBLE, settings)
     rotated = DOUBLE.reused()
     assert same_bits(kv, rotated, slice(0, TOKENS - Q))
@@ -76,7 +78,7 @@ def test_ratio_0_is_rotation_alone_and_computes_nothing_for_reused_tokens(policy
 
 def test_k15_recomputing_repairs_and_more_of_it_repairs_more() -> None:
     """K15: K/V of another context are dirty; with what share recomputed they are how far from clean."""
-    errors = [relative(blended(DOUBLE, Blend(r))[0].hidden, DOUBLE.hidden[-Q:]) for r in (0, 0.3, 0.6, 1)]
+    errors = [relative(blended(DOUBLE, flat(r))[0].hidden, DOUBLE.hidden[-Q:]) for r in (0, 0.3, 0.6, 1)]
     assert errors[0] > 0.05 and errors[3] < 1e-10
     assert errors == sorted(errors, reverse=True)
 
@@ -84,7 +86,7 @@ def test_k15_recomputing_repairs_and_more_of_it_repairs_more() -> None:
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("ratio", [0.01, 0.15, 0.5])
 def test_every_policy_keeps_its_budget_and_leaves_the_rest(policy: str, ratio: float) -> None:
-    got, kv = blended(DOUBLE, Blend(ratio, policy))
+    got, kv = blended(DOUBLE, flat(ratio, policy))
     report, rotated = got.report, DOUBLE.reused()
     budget = int(np.ceil(ratio * REUSED))
     assert report.recomputed == len(report.chosen) == budget and report.policy == policy
@@ -107,7 +109,7 @@ def test_every_policy_keeps_its_budget_and_leaves_the_rest(policy: str, ratio: f
 
 def test_policies_choose_what_they_say() -> None:
     kv = DOUBLE.reused()
-    run(DOUBLE.model, DOUBLE.ids, kv, SYSTEM, SPANS, Blend(1e-9, lead=0))  # layer 1 is now exact for all
+    run(DOUBLE.model, DOUBLE.ids, kv, SYSTEM, SPANS, flat(1e-9, lead=0))  # layer 1 is now exact for all
     rotated, places = DOUBLE.reused(), np.arange(SYSTEM, TOKENS - Q)
     k, v = (
         np.square(ours[:, places].astype(float) - theirs[:, places]).sum(axis=(0, 2))
@@ -115,12 +117,12 @@ def test_policies_choose_what_they_say() -> None:
     )
     for policy, scores in {"k": k, "v": v, "kv": k + v}.items():
         best = np.sort(places[np.argsort(-scores)[:10]])
-        got = blended(DOUBLE, Blend(10 / REUSED, policy, lead=0))[0].report.chosen
+        got = blended(DOUBLE, flat(10 / REUSED, policy, lead=0))[0].report.chosen
         assert got.tolist() == best.tolist()
     first = [span.start for span in SPANS]
-    got = blended(DOUBLE, Blend(6 / REUSED, "boundary"))[0].report.chosen
+    got = blended(DOUBLE, flat(6 / REUSED, "boundary"))[0].report.chosen
     assert got.tolist() == sorted(start + i for start in first for i in range(3))
-    draws = [blended(DOUBLE, Blend(0.2, Random(seed)))[0].report.chosen.tolist() for seed in (0, 0, 1)]
+    draws = [blended(DOUBLE, flat(0.2, Random(seed)))[0].report.chosen.tolist() for seed in (0, 0, 1)]
     assert draws[0] == draws[1] != draws[2]
 
 
@@ -134,8 +136,8 @@ def test_attention_ranks_by_what_falls_on_other_segments() -> None:
             seen.append(known)
             return known.mass[1].sum(axis=1)
 
-    watched = blended(DOUBLE, Blend(0.2, Watching(), lead=0))[0].report
-    named = blended(DOUBLE, Blend(0.2, "attention", lead=0))[0].report
+    watched = blended(DOUBLE, flat(0.2, Watching(), lead=0))[0].report
+    named = blended(DOUBLE, flat(0.2, "attention", lead=0))[0].report
     assert watched.chosen.tolist() == named.chosen.tolist() and watched.policy == "watching"
     (known,) = seen
     assert known.deviation.shape == (REUSED, 2, 2) and known.deviation.dtype == np.float32
@@ -155,10 +157,10 @@ def test_attention_ranks_by_what_falls_on_other_segments() -> None:
 @pytest.mark.parametrize("policy", ["kv", "random", "attention"])
 def test_k15_first_tokens_of_a_segment_are_always_recomputed(policy: str) -> None:
     for lead in (1, 3):
-        chosen = set(blended(DOUBLE, Blend(0.1, policy, lead=lead))[0].report.chosen.tolist())
+        chosen = set(blended(DOUBLE, flat(0.1, policy, lead=lead))[0].report.chosen.tolist())
         assert {span.start + i for span in SPANS for i in range(lead)} <= chosen and len(chosen) == 10
     # Within the budget: where it is smaller, the very first of each segment come before the second ones.
-    chosen = blended(DOUBLE, Blend(3 / REUSED, policy, lead=4))[0].report.chosen.tolist()
+    chosen = blended(DOUBLE, flat(3 / REUSED, policy, lead=4))[0].report.chosen.tolist()
     assert [span.start for span in SPANS] == [at for at in chosen if at in (SYSTEM, SYSTEM + B)]
     assert len(chosen) == 3
 
@@ -180,7 +182,7 @@ def test_narrowing_keeps_the_average_and_drops_what_deviates_least() -> None:
 
 def test_the_reports_flops_are_those_counted_by_hand() -> None:
     asked = case(ReferenceConfig(layers=3))  # hidden 64, 4 heads and 2 K/V heads of 16, MLP 160
-    report = blended(asked, Blend(10 / REUSED, "kv"))[0].report
+    report = blended(asked, flat(10 / REUSED, "kv"))[0].report
     projection, rest = 2 * 64 * 8 * 16, 2 * 64 * 64 + 6 * 64 * 160
 
     def attention(positions: Any) -> int:
@@ -194,10 +196,10 @@ def test_the_reports_flops_are_those_counted_by_hand() -> None:
     assert report.flops_reused == mine
     assert report.flops == mine + 3 * (Q * (projection + rest) + attention(question))
     assert report.flops_saved == 1 - report.flops / report.flops_full
-    looking = blended(asked, Blend(10 / REUSED, "attention", lead=0))[0].report
+    looking = blended(asked, flat(10 / REUSED, "attention", lead=0))[0].report
     extra = attention(range(SYSTEM, TOKENS - Q)) // 2  # its scores in layer 1
     assert looking.flops_reused == mine + extra - attention(report.chosen) + attention(looking.chosen)
-    blind = blended(asked, Blend(10 / REUSED, "boundary"))[0].report
+    blind = blended(asked, flat(10 / REUSED, "boundary"))[0].report
     assert blind.flops_reused == 3 * 10 * projection + 2 * (10 * rest + attention(blind.chosen))
     shape = Shape(3, 64, 4, 2, 16, 160)
     assert shape.prefill(everything) == report.flops_full
@@ -247,7 +249,7 @@ def test_what_layer_ready_raises_ends_the_run_and_nothing_is_called_exact() -> N
 def test_missing_tokens_between_and_before_spans_are_computed_in_all_layers() -> None:
     parts = (Reused(SYSTEM + 5, SYSTEM + 30), Reused(SYSTEM + B + 1, SYSTEM + B + A - 3))
     kv = DOUBLE.reused(exact=False)
-    got = run(DOUBLE.model, DOUBLE.ids, kv, 0, parts, Blend(0.1))
+    got = run(DOUBLE.model, DOUBLE.ids, kv, 0, parts, flat(0.1))
     held = np.concatenate([np.arange(part.start, part.stop) for part in parts])
     assert got.positions.tolist() == np.setdiff1d(np.arange(TOKENS), held).tolist()
     assert got.hidden.shape == (got.report.computed, 64) == (TOKENS - len(held), 64)
@@ -267,7 +269,7 @@ def test_with_nothing_reused_it_is_an_ordinary_prefill_and_says_so() -> None:
 def test_what_was_approximate_before_stays_so() -> None:
     """Decoding goes on behind a blend: the caller's past is not exact, whatever it is called."""
     kv = DOUBLE.reused(room=TOKENS + 2)
-    blended(DOUBLE, Blend(0.1), kv)
+    blended(DOUBLE, flat(0.1), kv)
     more = np.append(DOUBLE.ids, 5)
     run(DOUBLE.model, more, kv, TOKENS, [], Blend())
     assert kv.exact == SYSTEM
@@ -275,14 +277,14 @@ def test_what_was_approximate_before_stays_so() -> None:
 
 def test_two_layers_are_exact_once_layer_0_is_computed() -> None:
     asked = case(SHAPES["two layers"])
-    got, kv = blended(asked, Blend(0.1))
+    got, kv = blended(asked, flat(0.1))
     assert np.abs(got.hidden - asked.hidden[-Q:]).max() < 1e-10
     assert error(kv, asked.full) < 1e-10 and kv.exact == TOKENS
     assert got.report.by_layer == (REUSED, 0) and got.report.recomputed == REUSED
 
 
 def test_a_later_check_layer_looks_deeper() -> None:
-    deep = blended(DOUBLE, Blend(0.1, check_layer=2))[0].report
+    deep = blended(DOUBLE, flat(0.1, check_layer=2))[0].report
     assert deep.by_layer == (96, 96, 10, 10, 0)
 
 

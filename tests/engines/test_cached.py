@@ -252,7 +252,8 @@ def test_documents_in_another_order_are_reused_and_repaired(stocked: SyncClient)
         report = got.report
         assert report is not None
         assert (report.exact, report.reused, report.computed) == (32, 256, 16)
-        assert report.recomputed == int(np.ceil(ratio * 256))
+        through = report.by_layer[1:7]  # layer 0 was computed to look, of the last one K/V are enough
+        assert ratio * 256 <= np.mean(through) < ratio * 256 + 1 and max(through) == report.recomputed
         assert got.kv.exact == (37 if ratio < 1 else 304)  # the tokens put in between are exact as well
         errors.append(relative(got.logits, cold.logits))
     same(got, cold)
@@ -271,7 +272,7 @@ def test_auto_is_the_selector_calibrated_for_the_model(
     def policy() -> str:
         cached._calibrated.cache_clear()  # as in another process
         report = prefill(ENGINE, ASKED, stocked, blend=Blend(0.15)).report
-        assert report is not None and report.recomputed == 39
+        assert report is not None and report.reused == 256
         return report.policy
 
     monkeypatch.setenv("HYPERCACHE_HOME", str(tmp_path))

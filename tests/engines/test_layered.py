@@ -142,7 +142,7 @@ def test_every_policy_keeps_its_budget_and_repairs(llama: LayeredTransformer, po
     want, full = cold(llama)
     hidden = want.hidden_states[-1][0, 290:].numpy()
     rotated = relative(blend(llama, Blend(0.0))[0].hidden, hidden)
-    got, kv = blend(llama, Blend(0.3, policy))
+    got, kv = blend(llama, Blend(0.3, policy, narrow=0.0))
     report = got.report
     assert report.recomputed == 84 and report.policy == policy
     assert report.by_layer == ((280 if POLICIES[policy].probes else 84), 84, 84, 0)
