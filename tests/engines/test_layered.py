@@ -11,9 +11,13 @@ torch = pytest.importorskip("torch", reason="torch is an extra: pip install 'hyp
 transformers = pytest.importorskip("transformers", reason="transformers is an extra")
 
 from hypercache.blend import POLICIES, Blend, Blended, Reused, run  # noqa: E402
+from hypercache.cli.local_server import local_server  # noqa: E402
+from hypercache.client import connect_sync  # noqa: E402
+from hypercache.engines.cached import generate, prefill  # noqa: E402
 from hypercache.engines.layered import LayeredTransformer  # noqa: E402
 from hypercache.engines.transformers import TransformersEngine  # noqa: E402
 from hypercache.errors import SpecError  # noqa: E402
+from hypercache.keys import TenantKey  # noqa: E402
 from hypercache.kv import KVBuffers  # noqa: E402
 from hypercache.rope import rerotate, turn  # noqa: E402
 
@@ -235,3 +239,26 @@ def test_k02_a_model_that_computes_something_else_than_its_class_says_is_refused
     head.forward = capped
     with pytest.raises(SpecError, match="its logits differ from its own forward"):
         LayeredTransformer(head)
+
+
+@pytest.mark.parametrize("shape", ["llama", "gemma3"])
+def test_documents_move_through_a_server_and_are_repaired(shape: str) -> None:
+    engine = LayeredTransformer(build(*SHAPES[shape], torch.bfloat16))
+    head, first, second = IDS[:64], IDS[64:160], IDS[160:288]
+    stored = np.concatenate([head, first, second, IDS[288:]])
+    asked = np.concatenate([head, IDS[:3], second, first, IDS[:9]])
+    cold = prefill(engine, asked).logits
+    errors = []
+    with (
+        local_server("64MiB") as ready,
+        connect_sync(
+            ready["uris"][0], model=engine.spec, codec="int8", tenant=TenantKey.public(), deadline=30.0
+        ) as client,
+    ):
+        assert generate(engine, stored, 1, client).store.stored == 18
+        for ratio in (0.0, 0.3, 1.0):
+            got = prefill(engine, asked, client, blend=Blend(ratio))
+            assert [(span.start, span.stop) for span in got.fetch.modular] == [(67, 195), (195, 291)]
+            assert got.report is not None and got.report.exact == 64 and got.report.reused == 224
+            errors.append(relative(got.logits, cold))
+    assert errors[0] > errors[1] > errors[2] and errors[2] < 5e-2
