@@ -21,7 +21,7 @@ MAX_LINE = 4 << 20  # of a JSONL file
 MAX_TOKENS = 8192  # of one prompt: the attention of layers 0 and 1 is looked at for all of them
 PASSAGE = (40, 96)  # tokens
 PASSAGES = 4  # a prompt
-CUE, ANSWER = 8, 24  # tokens of a passage that are repeated, and those that may then be copied
+CUE, ANSWER = 8, 24  # tokens of a passage's end that are repeated, and those that follow in the text
 PREFIX = "Documents:\n\n"
 
 
@@ -50,9 +50,8 @@ class Prompt:
 def from_text(text: str, encode: Encode, count: int, held_out: int, seed: int) -> list[Prompt]:
     """``count`` prompts to learn from, then ``held_out`` of other passages of the same text.
 
-    Each is PASSAGES passages in a random order; it is asked to go on with one of them from its first tokens,
-    and with another from where it breaks off (what the text really says then is the answer). Raises SpecError
-    for a text too short for that.
+    Each is PASSAGES passages in a random order; it is asked to go on with two of them where they break off,
+    and what the text really says there is the answer. Raises SpecError for a text too short for that.
     """
     rng = random.Random(seed)
     ids = encode(text)
@@ -75,10 +74,8 @@ def from_text(text: str, encode: Encode, count: int, held_out: int, seed: int) -
 def _of_passages(
     prefix: tuple[int, ...], chosen: Sequence[tuple[tuple[int, ...], tuple[int, ...]]], rng: random.Random
 ) -> Prompt:
-    (copied, _), (continued, follows) = rng.sample(chosen, 2)
-    repeat = Question(copied[:CUE], copied[CUE : CUE + ANSWER])
-    go_on = Question(continued[-CUE:], follows)
-    return Prompt(prefix, tuple(passage for passage, _ in chosen), (repeat, go_on))
+    asked = [Question(passage[-CUE:], follows) for passage, follows in rng.sample(chosen, 2)]
+    return Prompt(prefix, tuple(passage for passage, _ in chosen), tuple(asked))
 
 
 class _Line(msgspec.Struct, forbid_unknown_fields=True):
