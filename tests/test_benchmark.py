@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from hypercache.cli import bench_codecs, bench_live
+from hypercache.cli import bench_codecs, bench_live, bench_match
 from hypercache.cli.benchmark import DIMS, show
 from hypercache.cli.local_server import local_server
 from hypercache.engines.reference import ReferenceConfig
@@ -28,6 +28,7 @@ CODEC_ROW = {
     "same_values_outliers": 0.1,
     "encode_to_memcpy": 0.5,
     "decode_to_memcpy": 0.6,
+    "turned_to_memcpy": 0.4,
 }
 
 
@@ -36,6 +37,7 @@ def test_parts_against_a_live_server() -> None:
         os.kill(server["pid"], 0)
         engine = bench_live.engine(server["uris"][0], ReferenceConfig(), prompt_tokens=50, rounds=1)
         live = bench_live.live(server["uris"][0], blocks=3, rounds=1)
+        match = bench_match.measure(server["uris"][0], tokens=8192, rounds=1)
     with pytest.raises(ProcessLookupError):
         os.kill(server["pid"], 0)
     assert engine["hit_tokens"] == 48
@@ -47,6 +49,9 @@ def test_parts_against_a_live_server() -> None:
     assert live["raw"]["wire_bytes"] == live["kv_bytes"]
     assert live["int8"]["wire_bytes"] == pytest.approx(live["kv_bytes"] / 1.969, rel=0.001)
 
+    for size in ("8", "16", "64"):
+        assert match[size]["unknown"]["share"] == 0 and match[size]["known"]["share"] > 0.97
+
     keys = bench_live.hashing(tokens=5_000, rounds=1)
     lossless = CODEC_ROW | {"same_values": 1.0, "same_values_outliers": 1.0}
     codecs = {
@@ -54,15 +59,17 @@ def test_parts_against_a_live_server() -> None:
         for name, row in (("int8", CODEC_ROW), ("raw", lossless))
     }
     output = io.StringIO()
-    show({"engine": engine, "keys": keys, "live": live, "codecs": codecs}, Console(file=output, width=110))
+    results = {"engine": engine, "keys": keys, "live": live, "codecs": codecs, "match": match}
+    show(results, Console(file=output, width=110))
     rows = [line.split() for line in output.getvalue().splitlines()]
-    assert ["int8", "64", "1.969", "0.999980", "0.0068", "0.0197", "0.50x", "0.60x"] in rows
-    assert ["raw", "64", "1.969", "exact", "exact", "exact", "0.50x", "0.60x"] in rows
+    assert ["int8", "64", "1.969", "0.999980", "0.0068", "0.0197", "0.50x", "0.60x", "0.40x"] in rows
+    assert ["raw", "64", "1.969", "exact", "exact", "exact", "0.50x", "0.60x", "0.40x"] in rows
     for words in (
         "error to f32",
         "against float32 K/V",
         "48 of 50 tokens hit",
         "blocks of 64",
+        "one question for 8,192 tokens",
         "3 blocks, 6 MiB",
         "1.969",
         "no, lossy",

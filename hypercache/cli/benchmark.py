@@ -25,8 +25,8 @@ SERVER_MEMORY = "768MiB"
 CODEC_SECONDS = 20.0
 DIMS = (64, 128)  # the second is what the flat keys of "codecs" speak of
 BLEND = "blend"  # A: its rows stand beside the other parts in --json, not under its name
-PARTS = (BLEND, "engine", "codecs", "keys", "live")  # what is measured without --part
-LIVE = ("engine", "live")  # those that need a server
+PARTS = (BLEND, "engine", "codecs", "keys", "match", "live")  # what is measured without --part
+LIVE = ("engine", "match", "live")  # those that need a server
 REUSE = "reuse"  # needs logs
 
 
@@ -80,7 +80,7 @@ def measure(
         raise ConfigError(
             "--part reuse and --logs DIR (with prompt logs, SET_*.jsonl) go together: give both"
         )
-    from hypercache.cli import bench_blend, bench_codecs, bench_live, bench_reuse
+    from hypercache.cli import bench_blend, bench_codecs, bench_live, bench_match, bench_reuse
 
     def codecs() -> dict[str, Any]:
         return {name: _flat(by_dim) for name, by_dim in bench_codecs.measure(CODEC_SECONDS, DIMS).items()}
@@ -98,6 +98,7 @@ def measure(
             "engine": ("reference engine", lambda: bench_live.engine(uri)),
             "codecs": ("codecs against memcpy", codecs),
             "keys": ("hashing a million tokens", bench_live.hashing),
+            "match": ("finding documents", lambda: bench_match.measure(uri)),
             "live": ("live server", lambda: bench_live.live(uri)),
             REUSE: ("prompts from logs", reuse),
         }
@@ -120,13 +121,14 @@ def _flat(by_dim: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
 
 def show(results: Mapping[str, Any], console: Console) -> None:
     """Print what :func:`measure` found."""
-    from hypercache.cli import bench_blend, bench_reuse
+    from hypercache.cli import bench_blend, bench_match, bench_reuse
 
     shows: dict[str, Callable[[Mapping[str, Any], Console], None]] = {
         BLEND: bench_blend.show,
         "engine": _show_engine,
         "codecs": _show_codecs,
         "keys": _show_keys,
+        "match": bench_match.show,
         "live": _show_live,
         REUSE: bench_reuse.show,
     }
@@ -151,17 +153,23 @@ def _show_engine(engine: Mapping[str, Any], console: Console) -> None:
 
 def _show_codecs(codecs: Mapping[str, Any], console: Console) -> None:
     console.print("[bold]B. Codecs[/bold] (one thread, bf16 in and out, Gaussian K/V)")
-    table = _table("codec", "dim", "ratio", "cosine", "error to f32", "with outliers", "encode", "decode")
+    table = _table(
+        "codec", "dim", "ratio", "cosine", "error to f32", "with outliers", "encode", "decode", "moved"
+    )
     for name, large in codecs.items():
         for dim, row in ((DIMS[0], large[f"dim_{DIMS[0]}"]), (DIMS[1], large)):
             exact = row["same_values"] == row["same_values_outliers"] == 1
             errors = ("exact",) * 3 if exact else _errors(row)
-            speeds = f"{row['encode_to_memcpy']:.2f}x", f"{row['decode_to_memcpy']:.2f}x"
+            speeds = (
+                f"{row['encode_to_memcpy']:.2f}x",
+                f"{row['decode_to_memcpy']:.2f}x",
+                f"{row['turned_to_memcpy']:.2f}x",
+            )
             table.add_row(name, str(dim), f"{row['ratio']:.3f}", *errors, *speeds)
     console.print(table)
     console.print("  cosine, error (relative, L2): against float32 K/V, before they were rounded to bf16")
     console.print("  exact: the bf16 values come back bit for bit")
-    console.print("  encode, decode: bf16 bytes a second beside memcpy's")
+    console.print("  encode, decode, decode with keys moved: bf16 bytes a second beside memcpy's")
 
 
 def _show_keys(keys: Mapping[str, Any], console: Console) -> None:

@@ -11,7 +11,7 @@ from hypercache.store.index import Block, hold
 from hypercache.store.room import Room
 
 OWNER_SHARE = 2  # open reservations of one owner: at most half of the arena's bytes ...
-OWNER_RESERVATIONS = 8192  # ... and so many
+OWNER_RESERVATIONS = 1 << 14  # ... and so many: a prompt of 131,072 tokens in blocks of 8
 
 
 class Ledger:

@@ -227,7 +227,7 @@ class BlockStore:
         marks: 24 bytes a digest, by which :meth:`locate` finds the block (see :mod:`hypercache.fingerprint`);
         without one it is found causally alone. Memory is taken when bytes come (:meth:`pin`): only the index
         may have to evict now. An owner's open reservations are at most half of the arena (or one block) and
-        8,192. Raises SpecError for malformed digests or marks, before anything is reserved.
+        16,384. Raises SpecError for malformed digests or marks, before anything is reserved.
         """
         for digest in (*digests, *(() if parent is None else (parent,))):
             if type(digest) is not bytes or not 16 <= len(digest) <= 64:

@@ -174,8 +174,8 @@ def test_a04_one_owner_reserves_a_share_and_no_more(make: Make) -> None:
 def test_a04_so_many_reservations_and_no_more(make: Make) -> None:
     store = make(512 * MIB)
     tiny = store.open_namespace(info("tiny", (64,)))
-    entries = store.reserve(tiny, None, chain("t", 8200), "a", 0.0)
-    assert [isinstance(entry, Reservation) for entry in entries] == [True] * 8192 + [False] * 8
+    entries = store.reserve(tiny, None, chain("t", 16392), "a", 0.0)
+    assert [isinstance(entry, Reservation) for entry in entries] == [True] * 16384 + [False] * 8
     store.abort(entries[0])  # type: ignore[arg-type]
 
 
