@@ -35,15 +35,18 @@ class Row:
     def figures(self) -> dict[str, Any]:
         """Accuracy, of ``all`` and by kind, and means: tokens ``recomputed``, share of FLOPs ``saved``."""
         means = {"recomputed": float(np.mean(self.recomputed)), "flops_saved": float(np.mean(self.saved))}
-        ratio = self.settings.ratio if self.settings else None
-        return {"way": self.way, "ratio": ratio, **summary(self.right), **means}
+        ratio, narrow = (self.settings.ratio, self.settings.narrow) if self.settings else (None, None)
+        return {"way": self.way, "ratio": ratio, "narrow": narrow, **summary(self.right), **means}
 
 
 def rows(selector: Policy | None) -> list[Row]:
-    """All ways: full prefill, as they come, rotated, every policy at every ratio, and narrowing at one."""
+    """All ways: full prefill, as they come, rotated, every policy at every ratio; one also without narrowing
+    and with as much as there is."""
     policies = [*POLICIES.values(), *([selector] if selector else [])]
     blends = [Row(policy.name, Blend(ratio, policy)) for policy in policies for ratio in RATIOS]
-    narrowing = [Row(f"{policy.name}, narrowing", Blend(0.15, policy, narrow=1.0)) for policy in policies]
+    narrowing = [
+        Row(policy.name, Blend(0.15, policy, narrow=narrow)) for narrow in (0.0, 1.0) for policy in policies
+    ]
     unrepaired = [Row("full"), Row("naive", Blend(0.0), rotated=False), Row("rotated", Blend(0.0))]
     return [*unrepaired, *blends, *narrowing]
 
@@ -128,7 +131,7 @@ def show(found: Sequence[dict[str, Any]], console: Console) -> None:
 
 
 def _name(row: dict[str, Any]) -> str:
-    return f"{row['way']} {row['ratio']:.0%}" if row["ratio"] else row["way"]
+    return f"{row['way']} {row['ratio']:.0%}, narrow {row['narrow']:g}" if row["ratio"] else row["way"]
 
 
 def _cells(row: dict[str, Any]) -> Iterator[str]:
