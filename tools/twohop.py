@@ -41,7 +41,8 @@ def evaluate(args: argparse.Namespace) -> None:
     if args.json:
         print(json.dumps({"prompts": args.prompts, "seed": args.seed, "rows": found}, indent=2))
     else:
-        twohop_eval.show(found, Console())
+        console = Console()
+        twohop_eval.show(found, console if console.is_terminal else Console(width=110))
 
 
 def prompts(args: argparse.Namespace) -> None:
