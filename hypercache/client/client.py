@@ -56,7 +56,7 @@ async def connect(
 
     uri: ``tcp://host:port``; default HYPERCACHE_URI, else tcp://127.0.0.1:7440.
     codec: how K/V travel and are kept ("raw" is lossless; see docs/codecs.md for the error of the others).
-    block_size: tokens per block, 16 or 64.
+    block_size: tokens per block, 8, 16 or 64. Small ones lose less of short prompts, and cost more a token.
     tenant: default from HYPERCACHE_TENANT and HYPERCACHE_SECRET_FILE, else the public tenant.
     salt: separates what must not be shared although model and tokens are equal.
     modular: whether what this client stores can be found out of its context, and whether it may look for such
