@@ -16,7 +16,7 @@ import numpy.typing as npt
 
 from hypercache.blend.flops import Shape
 from hypercache.blend.plan import Blend, Blended, Plan, Report, Reused, plan
-from hypercache.blend.policies import Seen, choose
+from hypercache.blend.policies import Deviation, Seen, choose
 from hypercache.checks import typed
 from hypercache.errors import SpecError
 from hypercache.kv import KVBuffers
@@ -132,6 +132,7 @@ class _Work:
         self._alive = np.arange(len(parts.reused))  # which reused tokens are still computed
         self._positions, self._reused = np.empty(0, np.intp), np.empty(0, bool)  # of the rows
         self._chosen = self._alive
+        self._scores = np.zeros(len(self._alive))  # the policy's, of all reused tokens
         self._by_layer: list[int] = []
         self._flops = self._flops_reused = 0
 
@@ -147,7 +148,7 @@ class _Work:
             self._alive = self._chosen = self._alive[:0]
         elif self._wanted[0] < len(self._alive):  # a policy that needs no look
             unseen = np.empty((len(self._alive), 0, 2), np.float32)
-            self._chosen = self._alive = self._best(self._policy.scores(self._seen(unseen)), 0)
+            self._chosen = self._alive = self._ranked(unseen, 0)
         self._positions = np.sort(np.concatenate([parts.missing, parts.reused[self._alive]]))
         reused = np.zeros(parts.tokens, bool)
         reused[parts.reused] = True
@@ -172,21 +173,27 @@ class _Work:
         return engine.attend(layer, rows, kv)
 
     def _drop(self, layer: int, rows: Rows, deviation: Array | None) -> Rows:
-        """Only the missing ones, and the best of the reused: for the policy where it ranks, later for what
-        deviates most from the cache."""
+        """Only the missing ones, and the best of the reused. Behind the layer where the policy ranked, its
+        order holds, except that deviation is measured anew."""
         if deviation is None:
             stay = self._alive[:0]
         elif layer == self._ranked_at:
-            self._chosen = stay = self._best(self._policy.scores(self._seen(deviation)), layer)
-        else:
+            self._chosen = stay = self._ranked(deviation, layer)
+        elif isinstance(self._policy, Deviation):
             stay = self._best(np.square(deviation).sum(axis=(1, 2)), layer)
+        else:
+            stay = self._best(self._scores[self._alive], layer)
         kept = ~self._reused
         kept[np.flatnonzero(self._reused)[np.searchsorted(self._alive, stay)]] = True
         self._alive, self._positions, self._reused = stay, self._positions[kept], self._reused[kept]
         return self._engine.take(rows, np.flatnonzero(kept))
 
+    def _ranked(self, deviation: Array, layer: int) -> Array:
+        """What the policy ranks highest. All reused tokens are still there."""
+        self._scores = np.asarray(self._policy.scores(self._seen(deviation)))
+        return self._best(self._scores, layer)
+
     def _best(self, scores: Array, layer: int) -> Array:
-        scores = np.asarray(scores)
         if scores.shape != self._alive.shape:
             raise SpecError(
                 f"policy {self._policy.name!r} must give one score for each of {len(self._alive)} tokens, "

@@ -37,8 +37,8 @@ class Blend:
     check_layer: layers before it are computed for all reused tokens, and K/V in it; there the policy ranks.
     lead: so many first tokens of each segment come before what the policy ranks highest, within the ratio.
     narrow: 0..1: the set chosen at the check layer is larger by this share, and shrinks evenly to one that
-        is smaller by it, dropping what deviates least; ``ratio`` is the average (CacheBlend,
-        arXiv:2405.16444, section 4.3).
+        is smaller by it, dropping what the policy ranked last, or for a deviation what deviates least there;
+        ``ratio`` is the average (CacheBlend, arXiv:2405.16444, section 4.3).
     """
 
     ratio: float = 0.15

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from blend_kit import SPANS, SYSTEM, case
+from blend_kit import SPANS, SYSTEM, Case, case
 
 from hypercache.blend import Blend, Seen, run
 from hypercache.blend.fit import fit, log_loss, scaling, top_share
@@ -148,21 +148,39 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
         selectors.load(tmp_path)
 
 
-def test_it_is_what_a_blend_ranks_by() -> None:
-    made = case(ReferenceConfig(layers=4))
+def last_segment_first(made: Case) -> Selector:
+    """Ranks the tokens of the last segment first, in their order."""
     features = names(made.model.spec, made.model.shape.heads)
-    weights = tuple(1.0 if name == "segment" else -0.1 if name == "place" else 0.0 for name in features)
-    last = selector(
+    weights = tuple({"segment": 9.0, "place": -1.0}.get(name, 0.0) for name in features)
+    return selector(
         model=made.model.spec.fingerprint().hex(),
         features=features,
         mean=(0.0,) * len(features),
         scale=(1.0,) * len(features),
         layers=(Layer((weights,), (0.0,)),),
     )
-    done = run(made.model, made.ids, made.reused(), SYSTEM, SPANS, Blend(0.1, selector=last, lead=0))
+
+
+def test_it_is_what_a_blend_ranks_by() -> None:
+    made = case(ReferenceConfig(layers=4))
+    settings = Blend(0.1, selector=last_segment_first(made), lead=0, narrow=0.0)
+    done = run(made.model, made.ids, made.reused(), SYSTEM, SPANS, settings)
     assert done.report.policy == "selector"
-    first = SPANS[1].start  # the last segment comes first, its first tokens before others
+    first = SPANS[1].start
     assert done.report.chosen.tolist() == list(range(first, first + 10))
+
+
+def test_a_narrowing_blend_drops_what_it_ranked_last() -> None:
+    made = case(ReferenceConfig(layers=5))
+    kv, before = made.reused(), made.reused()
+    settings = Blend(0.1, selector=last_segment_first(made), lead=0, narrow=1.0)
+    report = run(made.model, made.ids, kv, SYSTEM, SPANS, settings).report
+    assert report.by_layer[1] > report.by_layer[2] > 0
+    for layer in (3, 4):
+        fresh = np.any(kv.layer(layer)[1] != before.layer(layer)[1], axis=(0, 2))[SYSTEM : SPANS[1].stop]
+        left = report.by_layer[layer - 1]
+        first = SPANS[1].start - SYSTEM
+        assert np.flatnonzero(fresh).tolist() == list(range(first, first + left))
 
 
 def test_features_of_unknown_heads_are_refused_by_name() -> None:
