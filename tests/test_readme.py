@@ -13,7 +13,11 @@ import pytest
 
 from hypercache.cli.local_server import local_server
 
-CODE = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[1] / "README.md").read_text(), re.S)
+ROOT = Path(__file__).parents[1]
+CODE, REUSE = (
+    re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
+    for page in ("README.md", "docs/reuse.md")
+)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +34,7 @@ def llama() -> Any:
         vocab_size=256,
         hidden_size=64,
         intermediate_size=96,
-        num_hidden_layers=2,
+        num_hidden_layers=4,
         num_attention_heads=4,
         num_key_value_heads=2,
         max_position_embeddings=512,
@@ -60,3 +64,23 @@ def test_an_engine_of_your_own(uri: str, llama: Any, tmp_path: Path) -> None:
     asyncio.run(names["program"]())
     asyncio.run(names["program"]())
     assert names["hits"] == [0, 96]
+
+
+@pytest.mark.parametrize("programs", [[CODE[0], CODE[2]], REUSE], ids=["README", "docs/reuse.md"])
+def test_a_document_at_another_position(uri: str, llama: Any, programs: list[str]) -> None:
+    document = np.random.default_rng(len(programs[-1])).integers(0, 256, 200).tolist()
+    names: dict[str, Any] = {"model": llama, "token_ids": document}
+    exec(CODE[0].replace("tcp://127.0.0.1:7440", uri), names)
+    names["token_ids"] = names["tokens"] = [1, 2, 3, *document, 4, 5]
+    for program in programs[-1:] if programs is not REUSE else REUSE[:1]:
+        exec(program.replace("tcp://127.0.0.1:7440", uri), names)
+    report = names["result"].report
+    assert report.exact == 0 and report.reused == 192 and 0 < report.recomputed < 100
+    if programs is REUSE:
+        with names["connect_sync"](uri, model=names["engine"].spec) as names["client"]:
+            exec(REUSE[1], names)
+        assert [(span.kind, span.start, span.stop) for span in names["match"].spans] == [
+            ("missing", 0, 3),
+            ("modular", 3, 195),
+            ("missing", 195, 205),
+        ]
