@@ -21,15 +21,8 @@ from hypercache.model import ModelSpec
 Array = npt.NDArray[Any]
 
 VERSION = 1
-MAX_NBYTES = 1 << 20  # some 50,000 numbers; 300 features and 32 units are 10,000
+MAX_NBYTES = 1 << 20  # some 12,000 features: a model with 128 heads has 300
 _REMEDY = "run hypercache calibrate --model PATH again"
-
-
-class Layer(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """``x -> x @ weights.T + bias``; weights: a row for each output, bias: one number each."""
-
-    weights: tuple[tuple[float, ...], ...]
-    bias: tuple[float, ...]
 
 
 class Trained(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
@@ -44,13 +37,13 @@ class Trained(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A :class:`hypercache.blend.Policy`: standardised features through one layer, or through two with a ReLU
-    between; the highest scores are those whose recomputation repairs the output most.
+    """A :class:`hypercache.blend.Policy`: ``(features - mean) / scale @ weights + bias``, the logit that a
+    token is among those whose recomputation repairs the output most.
 
     model: hex fingerprint of the :class:`ModelSpec`. features: names that
-    :func:`hypercache.blend.policies.feature` knows. mean, scale: one number each. ratio: the share of tokens
-    that it learned to find. check_layer: where the features were seen.
-    Raises SpecError for numbers that are not finite, shapes that do not fit each other, unknown features.
+    :func:`hypercache.blend.policies.feature` knows. mean, scale, weights: one number each. ratio: the share
+    of tokens that it learned to find. check_layer: where the features were seen.
+    Raises SpecError for numbers that are not finite, lengths that differ, unknown features.
     """
 
     format: str = "hypercache.selector"
@@ -59,7 +52,8 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     features: tuple[str, ...]
     mean: tuple[float, ...]
     scale: tuple[float, ...]
-    layers: tuple[Layer, ...]
+    weights: tuple[float, ...]
+    bias: float
     ratio: float
     check_layer: int
     trained: Trained
@@ -68,26 +62,14 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         mass_layers(self.features)  # refuses unknown names
         if len(set(self.features)) != len(self.features) or not self.features:
             raise SpecError("features must be given, each once")
-        for name in ("mean", "scale"):
+        for name in ("mean", "scale", "weights"):
             numbers = getattr(self, name)
             if len(numbers) != len(self.features) or not all(map(math.isfinite, numbers)):
                 raise SpecError(f"{name} must hold {len(self.features)} finite numbers, one a feature")
         if not all(number > 0 for number in self.scale):
             raise SpecError("scale must hold numbers > 0")
-        if len(self.layers) not in (1, 2):
-            raise SpecError(f"layers must be one or two, got {len(self.layers)}")
-        width = len(self.features)
-        for i, layer in enumerate(self.layers):
-            rows = (*layer.weights, layer.bias)
-            if not layer.bias or len(layer.weights) != len(layer.bias):
-                raise SpecError(f"layers[{i}] must have as many rows of weights as biases, one or more")
-            if any(len(row) != width for row in layer.weights):
-                raise SpecError(f"layers[{i}].weights must have {width} numbers a row")
-            if not all(math.isfinite(number) for row in rows for number in row):
-                raise SpecError(f"layers[{i}] must hold finite numbers")
-            width = len(layer.bias)
-        if width != 1:
-            raise SpecError(f"the last of layers must give one score, not {width}")
+        if not math.isfinite(self.bias):
+            raise SpecError(f"bias must be finite, got {self.bias}")
         if not 0 < self.ratio <= 1:
             raise SpecError(f"ratio must be in 0..1 and above 0, got {self.ratio}")
         if self.check_layer < 1:
@@ -106,15 +88,9 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         return mass_layers(self.features)
 
     def scores(self, seen: Seen) -> Array:
-        """Float64 ``(n,)``: logit of being among the share ``ratio`` that matters most."""
-        return self.apply(table(seen, self.features))
-
-    def apply(self, x: Array) -> Array:
-        """Scores ``(n,)`` of raw features ``(n, features)``."""
-        x = (x - np.array(self.mean)) / np.array(self.scale)
-        for i, layer in enumerate(self.layers):
-            x = (np.maximum(x, 0.0) if i else x) @ np.array(layer.weights).T + np.array(layer.bias)
-        out: Array = x[:, 0]
+        """Float64 ``(n,)``."""
+        x = (table(seen, self.features) - np.array(self.mean)) / np.array(self.scale)
+        out: Array = x @ np.array(self.weights) + self.bias
         return out
 
     def encode(self) -> bytes:

@@ -255,12 +255,14 @@ def _fit(engine: Any, rows: list[Array], values: list[Array], ratio: float, sour
     x = np.concatenate(rows).astype(np.float64)
     mean, scale = scaling(x)
     matters = np.concatenate([top_share(value, ratio) for value in values])
+    weights, bias = fit((x - mean) / scale, matters)
     return Selector(
         model=engine.spec.fingerprint().hex(),
         features=names(engine.spec, engine.shape.heads),
         mean=tuple(mean.tolist()),
         scale=tuple(scale.tolist()),
-        layers=fit((x - mean) / scale, matters),
+        weights=tuple(weights.tolist()),
+        bias=bias,
         ratio=ratio,
         check_layer=CHECK_LAYER,
         trained=Trained(

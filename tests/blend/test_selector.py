@@ -12,8 +12,8 @@ import pytest
 from blend_kit import SPANS, SYSTEM, Case, case
 
 from hypercache.blend import Blend, Seen, run
-from hypercache.blend.fit import fit, log_loss, scaling, top_share
-from hypercache.blend.selector import MAX_NBYTES, Layer, Selector, Trained, decode, names, table
+from hypercache.blend.fit import fit, scaling, top_share
+from hypercache.blend.selector import MAX_NBYTES, Selector, Trained, decode, names, table
 from hypercache.engines import selectors
 from hypercache.engines.reference import ReferenceConfig, ReferenceModel
 from hypercache.errors import SpecError, TooLarge
@@ -28,7 +28,8 @@ def selector(**changes: Any) -> Selector:
         "features": ("mass.0.1", "k.0", "place"),
         "mean": (0.25, 1.0, 3.0),
         "scale": (0.5, 2.0, 1.0),
-        "layers": (Layer(((1.0, -2.0, 0.5),), (0.1,)),),
+        "weights": (1.0, -2.0, 0.5),
+        "bias": 0.1,
         "ratio": 0.15,
         "check_layer": 1,
         "trained": TRAINED,
@@ -56,13 +57,6 @@ def test_scores_are_the_weighted_standardised_features() -> None:
     want = (columns[0] - 0.25) / 0.5 - 2 * (columns[1] - 1) / 2 + 0.5 * (columns[2] - 3) + 0.1
     np.testing.assert_allclose(selector().scores(shown), want, rtol=1e-12)
     assert selector().mass_layers == (0,)
-
-
-def test_two_layers_have_a_relu_between() -> None:
-    inner = Layer(((1.0, 0.0, 0.0), (-1.0, 0.0, 0.0)), (0.0, 0.0))
-    both = selector(layers=(inner, Layer(((1.0, 1.0),), (0.5,))))
-    x = np.array([[0.75, 9.0, 9.0], [-0.25, 9.0, 9.0]])
-    np.testing.assert_allclose(both.apply(x), [1.5, 1.5])  # |x0| + 0.5 of standardised x0 = 1 and -1
 
 
 def test_file_round_trip_is_exact_and_the_same_bytes(tmp_path: Path) -> None:
@@ -113,10 +107,8 @@ def changed(**changes: Any) -> bytes:
         (changed(mean=[0.0, 1.0]), "mean must hold 3"),
         (changed(scale=[0.5, 0.0, 1.0]), "scale must hold numbers > 0"),
         (changed(mean=["a", 1.0, 1.0]), "mean"),
-        (changed(layers=[]), "layers must be one or two"),
-        (changed(layers=[{"weights": [[1.0, 2.0]], "bias": [0.0]}]), "3 numbers a row"),
-        (changed(layers=[{"weights": [[1.0, 2.0, 3.0]] * 2, "bias": [0.0] * 2}]), "one score"),
-        (changed(layers=[{"weights": [], "bias": []}]), "as many rows"),
+        (changed(weights=[1.0]), "weights must hold 3"),
+        (changed(bias="x"), "bias"),
         (changed(ratio=0), "ratio"),
         (changed(ratio=1.5), "ratio"),
         (changed(check_layer=0), "check_layer"),
@@ -136,7 +128,9 @@ def test_numbers_that_are_not_finite_are_refused_when_made() -> None:
     with pytest.raises(SpecError, match="finite"):
         selector(mean=(float("nan"), 1.0, 1.0))
     with pytest.raises(SpecError, match="finite"):
-        selector(layers=(Layer(((1.0, float("inf"), 0.0),), (0.0,)),))
+        selector(weights=(1.0, float("inf"), 0.0))
+    with pytest.raises(SpecError, match="finite"):
+        selector(bias=float("nan"))
 
 
 def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
@@ -157,7 +151,8 @@ def last_segment_first(made: Case) -> Selector:
         features=features,
         mean=(0.0,) * len(features),
         scale=(1.0,) * len(features),
-        layers=(Layer((weights,), (0.0,)),),
+        weights=weights,
+        bias=0.0,
     )
 
 
@@ -191,39 +186,25 @@ def test_features_of_unknown_heads_are_refused_by_name() -> None:
 # --- learning ----------------------------------------------------------------------------------------
 
 
-def score(layers: tuple[Layer, ...], x: np.ndarray) -> np.ndarray:
-    width = x.shape[1]
-    features = tuple(f"k.{i}" for i in range(width))
-    shape = {"features": features, "mean": (0.0,) * width, "scale": (1.0,) * width}
-    return selector(**shape, layers=layers).apply(x)
-
-
-def test_the_linear_fit_recovers_a_planted_rule() -> None:
+def test_the_fit_recovers_a_planted_rule() -> None:
     rng = np.random.default_rng(3)
     rule = np.array([2.0, -1.0, 0.0, 0.5])
     x = rng.normal(size=(20_000, 4))
     matters = rng.random(20_000) < 1 / (1 + np.exp(-(x @ rule - 1.5)))
-    (layer,) = fit(x, matters)
-    np.testing.assert_allclose(layer.weights[0], rule, atol=0.1)
-    np.testing.assert_allclose(layer.bias, [-1.5], atol=0.1)
-    assert fit(x, matters) == (layer,)
-
-
-def test_units_between_learn_what_no_linear_rule_can() -> None:
-    rng = np.random.default_rng(4)
-    x = rng.normal(size=(6000, 3))
-    matters = np.abs(x[:, 0]) > 1.2
-    linear, network = fit(x[:4000], matters[:4000]), fit(x[:4000], matters[:4000], units=12)
-    assert log_loss(score(linear, x[4000:]), matters[4000:]) > 0.4
-    assert log_loss(score(network, x[4000:]), matters[4000:]) < 0.15
-    assert fit(x[:4000], matters[:4000], units=12) == network, "the seed decides"
+    weights, bias = fit(x, matters)
+    np.testing.assert_allclose(weights, rule, atol=0.1)
+    assert bias == pytest.approx(-1.5, abs=0.1)
+    again, _ = fit(x, matters)
+    assert np.array_equal(weights, again)
+    turned, _ = fit(x[::-1], matters[::-1])
+    np.testing.assert_allclose(turned, weights, rtol=1e-9)
 
 
 def test_separable_rows_have_a_finite_rule() -> None:
     x = np.linspace(-1, 1, 101)[:, None]
-    (layer,) = fit(x, x[:, 0] > 0.3)
-    assert np.isfinite(layer.weights).all()
-    assert np.array_equal(score((layer,), x) > 0, x[:, 0] > 0.3)
+    weights, bias = fit(x, x[:, 0] > 0.3)
+    assert np.isfinite(weights).all()
+    assert np.mean((x @ weights + bias > 0) == (x[:, 0] > 0.3)) > 0.95
 
 
 def test_rows_that_teach_nothing_are_refused() -> None:
