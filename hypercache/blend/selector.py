@@ -22,6 +22,7 @@ Array = npt.NDArray[Any]
 
 VERSION = 1
 MAX_NBYTES = 1 << 20  # some 12,000 features: a model with 128 heads has 300
+LIMIT = 4.0  # standard deviations; further out nothing was learned, and squares would run away
 _REMEDY = "run hypercache calibrate --model PATH again"
 
 
@@ -37,12 +38,12 @@ class Trained(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=T
 
 
 class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """A :class:`hypercache.blend.Policy`: ``(features - mean) / scale @ weights + bias``, the logit that a
-    token is among those whose recomputation repairs the output most.
+    """A :class:`hypercache.blend.Policy`: ``z @ weights + z**2 @ squares + bias`` of standardised features z,
+    the logit that a token is among those whose recomputation repairs the output most.
 
     model: hex fingerprint of the :class:`ModelSpec`. features: names that
-    :func:`hypercache.blend.policies.feature` knows. mean, scale, weights: one number each. ratio: the share
-    of tokens that it learned to find. check_layer: where the features were seen.
+    :func:`hypercache.blend.policies.feature` knows. mean, scale, weights, squares: one number each. ratio:
+    the share of tokens that it learned to find. check_layer: where the features were seen.
     Raises SpecError for numbers that are not finite, lengths that differ, unknown features.
     """
 
@@ -53,6 +54,7 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
     mean: tuple[float, ...]
     scale: tuple[float, ...]
     weights: tuple[float, ...]
+    squares: tuple[float, ...]
     bias: float
     ratio: float
     check_layer: int
@@ -62,7 +64,7 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
         mass_layers(self.features)  # refuses unknown names
         if len(set(self.features)) != len(self.features) or not self.features:
             raise SpecError("features must be given, each once")
-        for name in ("mean", "scale", "weights"):
+        for name in ("mean", "scale", "weights", "squares"):
             numbers = getattr(self, name)
             if len(numbers) != len(self.features) or not all(map(math.isfinite, numbers)):
                 raise SpecError(f"{name} must hold {len(self.features)} finite numbers, one a feature")
@@ -89,8 +91,8 @@ class Selector(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=
 
     def scores(self, seen: Seen) -> Array:
         """Float64 ``(n,)``."""
-        x = (table(seen, self.features) - np.array(self.mean)) / np.array(self.scale)
-        out: Array = x @ np.array(self.weights) + self.bias
+        columns = expand(table(seen, self.features), np.array(self.mean), np.array(self.scale))
+        out: Array = columns @ np.array([*self.weights, *self.squares]) + self.bias
         return out
 
     def encode(self) -> bytes:
@@ -135,6 +137,12 @@ def names(spec: ModelSpec, heads: int) -> tuple[str, ...]:
     mass = [f"mass.{layer}.{head}" for layer in (0, 1) for head in range(heads)]
     deviation = [f"{part}.{head}" for part in "kv" for head in range(kv_heads)]
     return (*mass, *deviation, "place", "lead", "segment")
+
+
+def expand(x: Array, mean: Array, scale: Array) -> Array:
+    """What is weighed, ``(n, 2 * features)``: standardised features within ``LIMIT``, and their squares."""
+    z = np.clip((x - mean) / scale, -LIMIT, LIMIT)
+    return np.hstack([z, z * z])
 
 
 def table(seen: Seen, features: tuple[str, ...]) -> Array:

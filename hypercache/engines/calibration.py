@@ -17,8 +17,8 @@ import numpy.typing as npt
 
 from hypercache import blend, rope
 from hypercache.blend import Blend, Policy, Reused, Seen
-from hypercache.blend.fit import fit, scaling, top_share
-from hypercache.blend.selector import Selector, Trained, names, table
+from hypercache.blend.fit import fit, scaling, stakes, top_share
+from hypercache.blend.selector import Selector, Trained, expand, names, table
 from hypercache.engines.compare import kl
 from hypercache.engines.influence import influence
 from hypercache.engines.progress import Progress
@@ -255,13 +255,16 @@ def _fit(engine: Any, rows: list[Array], values: list[Array], ratio: float, sour
     x = np.concatenate(rows).astype(np.float64)
     mean, scale = scaling(x)
     matters = np.concatenate([top_share(value, ratio) for value in values])
-    weights, bias = fit((x - mean) / scale, matters)
+    counts = np.concatenate([stakes(value) for value in values])
+    both, bias = fit(expand(x, mean, scale), matters, counts)
+    weights, squares = np.split(both, 2)
     return Selector(
         model=engine.spec.fingerprint().hex(),
         features=names(engine.spec, engine.shape.heads),
         mean=tuple(mean.tolist()),
         scale=tuple(scale.tolist()),
         weights=tuple(weights.tolist()),
+        squares=tuple(squares.tolist()),
         bias=bias,
         ratio=ratio,
         check_layer=CHECK_LAYER,

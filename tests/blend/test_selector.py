@@ -12,7 +12,7 @@ import pytest
 from blend_kit import SPANS, SYSTEM, Case, case
 
 from hypercache.blend import Blend, Seen, run
-from hypercache.blend.fit import fit, scaling, top_share
+from hypercache.blend.fit import fit, scaling, stakes, top_share
 from hypercache.blend.selector import MAX_NBYTES, Selector, Trained, decode, names, table
 from hypercache.engines import selectors
 from hypercache.engines.reference import ReferenceConfig, ReferenceModel
@@ -29,6 +29,7 @@ def selector(**changes: Any) -> Selector:
         "mean": (0.25, 1.0, 3.0),
         "scale": (0.5, 2.0, 1.0),
         "weights": (1.0, -2.0, 0.5),
+        "squares": (0.0, 0.25, -0.5),
         "bias": 0.1,
         "ratio": 0.15,
         "check_layer": 1,
@@ -50,13 +51,20 @@ def seen(n: int = 5, seed: int = 0) -> Seen:
     )
 
 
-def test_scores_are_the_weighted_standardised_features() -> None:
+def test_scores_weigh_standardised_features_and_their_squares() -> None:
     shown = seen()
     columns = [shown.mass[0][:, 1].astype(float), shown.deviation[:, 0, 0].astype(float)]
     columns.append(np.log2(1 + shown.place))
-    want = (columns[0] - 0.25) / 0.5 - 2 * (columns[1] - 1) / 2 + 0.5 * (columns[2] - 3) + 0.1
+    a, b, c = (columns[0] - 0.25) / 0.5, (columns[1] - 1) / 2, columns[2] - 3
+    want = a - 2 * b + 0.25 * b**2 + 0.5 * c - 0.5 * c**2 + 0.1
     np.testing.assert_allclose(selector().scores(shown), want, rtol=1e-12)
     assert selector().mass_layers == (0,)
+
+
+def test_a_feature_far_outside_what_was_learned_says_no_more() -> None:
+    far, farther = (seen() for _ in range(2))
+    far.deviation[:, 0, 0], farther.deviation[:, 0, 0] = 9.0, 1e6
+    np.testing.assert_array_equal(selector().scores(far), selector().scores(farther))
 
 
 def test_file_round_trip_is_exact_and_the_same_bytes(tmp_path: Path) -> None:
@@ -108,6 +116,7 @@ def changed(**changes: Any) -> bytes:
         (changed(scale=[0.5, 0.0, 1.0]), "scale must hold numbers > 0"),
         (changed(mean=["a", 1.0, 1.0]), "mean"),
         (changed(weights=[1.0]), "weights must hold 3"),
+        (changed(squares=[]), "squares must hold 3"),
         (changed(bias="x"), "bias"),
         (changed(ratio=0), "ratio"),
         (changed(ratio=1.5), "ratio"),
@@ -145,13 +154,14 @@ def test_a_file_that_is_too_large_is_not_read(tmp_path: Path) -> None:
 def last_segment_first(made: Case) -> Selector:
     """Ranks the tokens of the last segment first, in their order."""
     features = names(made.model.spec, made.model.shape.heads)
-    weights = tuple({"segment": 9.0, "place": -1.0}.get(name, 0.0) for name in features)
+    weights = tuple({"segment": 9.0, "place": -0.1}.get(name, 0.0) for name in features)
     return selector(
         model=made.model.spec.fingerprint().hex(),
         features=features,
         mean=(0.0,) * len(features),
         scale=(1.0,) * len(features),
         weights=weights,
+        squares=(0.0,) * len(features),
         bias=0.0,
     )
 
@@ -191,18 +201,18 @@ def test_the_fit_recovers_a_planted_rule() -> None:
     rule = np.array([2.0, -1.0, 0.0, 0.5])
     x = rng.normal(size=(20_000, 4))
     matters = rng.random(20_000) < 1 / (1 + np.exp(-(x @ rule - 1.5)))
-    weights, bias = fit(x, matters)
+    weights, bias = fit(x, matters, np.ones(len(x)))
     np.testing.assert_allclose(weights, rule, atol=0.1)
     assert bias == pytest.approx(-1.5, abs=0.1)
-    again, _ = fit(x, matters)
+    again, _ = fit(x, matters, np.ones(len(x)))
     assert np.array_equal(weights, again)
-    turned, _ = fit(x[::-1], matters[::-1])
+    turned, _ = fit(x[::-1], matters[::-1], np.full(len(x), 7.0))
     np.testing.assert_allclose(turned, weights, rtol=1e-9)
 
 
 def test_separable_rows_have_a_finite_rule() -> None:
     x = np.linspace(-1, 1, 101)[:, None]
-    weights, bias = fit(x, x[:, 0] > 0.3)
+    weights, bias = fit(x, x[:, 0] > 0.3, np.ones(101))
     assert np.isfinite(weights).all()
     assert np.mean((x @ weights + bias > 0) == (x[:, 0] > 0.3)) > 0.95
 
@@ -210,11 +220,26 @@ def test_separable_rows_have_a_finite_rule() -> None:
 def test_rows_that_teach_nothing_are_refused() -> None:
     x = np.zeros((4, 2))
     with pytest.raises(SpecError, match="of one kind"):
-        fit(x, np.ones(4, bool))
+        fit(x, np.ones(4, bool), np.ones(4))
     with pytest.raises(SpecError, match="finite"):
-        fit(np.full((4, 2), np.nan), np.array([True, False, True, False]))
-    with pytest.raises(SpecError, match="one label a row"):
-        fit(x, np.ones(3, bool))
+        fit(np.full((4, 2), np.nan), np.array([True, False, True, False]), np.ones(4))
+    with pytest.raises(SpecError, match="one label and count a row"):
+        fit(x, np.ones(3, bool), np.ones(4))
+
+
+def test_what_counts_more_is_told_right_first() -> None:
+    x = np.array([[1.0], [1.0], [-1.0], [-1.0]])
+    matters = np.array([True, False, False, True])
+    for heavy, sign in ((0, 1), (1, -1)):
+        counts = np.ones(4)
+        counts[heavy] = 10
+        assert np.sign(fit(x, matters, counts)[0][0]) == sign
+
+
+def test_stakes_follow_influence_and_are_never_nothing() -> None:
+    found = stakes(np.array([0.0, 4.0, -4.0, 0.0]))
+    np.testing.assert_allclose(found, [0.3, 0.3 + 2**0.5, 0.3 + 2**0.5, 0.3])
+    assert np.all(stakes(np.zeros(3)) == 0.3)
 
 
 def test_top_share_rounds_up_and_prefers_the_earlier() -> None:
