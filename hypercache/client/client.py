@@ -18,6 +18,7 @@ from types import TracebackType
 from typing import Any
 
 from hypercache import codecs, fingerprint, protocol, rope
+from hypercache.checks import typed
 from hypercache.client import environment
 from hypercache.client.buffers import Coder
 from hypercache.client.finding import Finder, Reuse
@@ -208,6 +209,7 @@ class Client:
         """
         self._place.check()
         until = time.monotonic() + self._budget(deadline)
+        typed("modular", modular, bool)
         least = least_blocks(min_run, self.block_size)
         hashed = self._hasher.hashed(await self._hash(prompt))
         within = None if segments is None else check_segments(segments, hashed.tokens)
@@ -221,8 +223,10 @@ class Client:
             match = await self._match(hashed, usable, until)
         if isinstance(match, str):
             return Match(hashed, 0, match)
-        if modular and refusal and match.reason:
-            match = replace(match, reason=f"{match.reason}; no modular reuse: {refusal}")
+        short = within is not None and all(b - a < least * self.block_size for a, b in within)
+        why = refusal or (f"no segment has the {least * self.block_size} tokens of a run" if short else "")
+        if modular and why and match.reason:
+            match = replace(match, reason=f"{match.reason}; no modular reuse: {why}")
         if modular:
             cause = partial(self._likely_cause, refusal, min_run)
             self.reuse.matched(match, least * self.block_size, cause)

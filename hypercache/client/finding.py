@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 
 from hypercache import protocol
 from hypercache.client.hashing import Hasher
@@ -118,7 +118,7 @@ class Reuse:
     found: int = 0
     tokens_found: int = 0
     tokens_fetched: int = 0
-    _warned: bool = False
+    _warned: bool = field(default=False, repr=False)
 
     def matched(self, match: Match, least_tokens: int, cause: Callable[[], str]) -> None:
         """Count one match; after ``WARN_AFTER`` in vain, warn once, with the likely ``cause``."""

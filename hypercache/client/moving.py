@@ -21,7 +21,7 @@ from hypercache.kv import KVBuffers
 from hypercache.model import ModelSpec
 
 FRAME_BYTES = protocol.MAX_FRAME_BYTES  # of payload; a frame costs both ends tens of microseconds
-APPROXIMATE = "approximate K/V are not stored"
+APPROXIMATE = "approximate K/V are not stored: an engine that computed them anew says kv.mark_exact(tokens)"
 
 Buffers = KVBuffers | ChunkBuffers
 
@@ -101,6 +101,7 @@ class Mover:
             transfer.layer_done,
             ended,
             lambda reason: self.give_up(operation, reason),
+            "evicted since the match" if isinstance(prompt, Match) else "not stored beyond this",
         )
         timer = asyncio.get_running_loop().call_later(budget, lambda: self.give_up(operation, "deadline"))
         transfer.begin(operation, lambda: self.give_up(operation, "cancelled"))

@@ -124,6 +124,7 @@ class FetchOperation(Operation):
         on_layer: Callable[[int], None],
         on_end: Callable[[], None],
         abandon: Callable[[str], None],
+        gone: str,
     ) -> None:
         self.asked = asked
         self.good = [0] * len(asked)
@@ -137,6 +138,7 @@ class FetchOperation(Operation):
         self._on_layer = on_layer
         self._on_end = on_end
         self._abandon = abandon  # end this with a reason and tell the server
+        self._gone = gone  # why less comes than was asked for
         self._blocks: int | None = None  # what the server sends of each layer
         self._ends: list[int] = []  # of each stretch, among those
         self._rows = [0, *accumulate(asked)]  # of the port, likewise
@@ -169,7 +171,7 @@ class FetchOperation(Operation):
         self._blocks = self._ends[-1]
         self._cursor = protocol.Cursor(self._layers, self._blocks)
         if self._blocks < sum(asked):
-            self.reason = "evicted since the match" if self._blocks else "not stored"
+            self.reason = self._gone if self._blocks else "not stored"
 
     def _pieces(self, runs: Sequence[protocol.Run]) -> list[Piece]:
         """Runs of what the server sends, cut where one stretch ends and the next begins."""

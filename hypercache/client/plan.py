@@ -56,6 +56,10 @@ class ModularSpan:
     context: bytes
     chain: bytes = field(repr=False)
 
+    def __repr__(self) -> str:
+        where = f"behind {self.context.hex()[:12]}" if self.context else "isolated"
+        return f"ModularSpan(start={self.start}, stop={self.stop}, source={self.source}, {where})"
+
     @property
     def blocks(self) -> int:
         return len(self.chain) // protocol.DIGEST_BYTES

@@ -14,7 +14,7 @@ import pytest
 import hypercache
 from hypercache import KVBuffers, MediaSpan, TenantKey, protocol
 from hypercache.client.client import SWITCHED_OFF
-from hypercache.client.plan import ExactSpan, MissingSpan
+from hypercache.client.plan import ExactSpan, MissingSpan, ModularSpan
 from hypercache.errors import ConfigError, SpecError
 from hypercache.model import Adapter, KVDtype, ModelSpec, RopeSpec
 
@@ -485,3 +485,27 @@ async def test_long_prompts_cost_one_round_trip(connect: Connect, node: Node) ->
     after = node.status()["counters"]
     assert after['hypercache_requests_total{op="locate",outcome="ok"}'] == counted + 1
     assert after['hypercache_requests_total{op="match",outcome="ok"}'] == 0
+
+
+async def test_reasons_say_what_is_so(connect: Connect) -> None:
+    """A fetch without a match saw nothing evicted; segments that are all too short are named as the cause."""
+    client = await connect(spec=make_spec(**TINY))
+    document = prompt_of(100)
+    await stored(client, document)
+    longer = prompt_of(document, 60)
+    result = await client.fetch(longer, KVBuffers.allocate(client.model, len(longer)))
+    assert (result.hit_tokens, result.reason) == (96, "not stored beyond this")
+    asked = prompt_of(5, document)
+    match = await client.match(asked, modular=True, segments=[(5, 60), (60, 100)])
+    assert (
+        not match.modular
+        and match.reason == "not stored; no modular reuse: no segment has the 64 tokens of a run"
+    )
+    with pytest.raises(SpecError, match="modular"):
+        await client.match(asked, modular="yes")  # type: ignore[arg-type]
+
+
+def test_a_span_is_shown_in_words() -> None:
+    span = ModularSpan(3, 35, 16, bytes(range(16)), b"\x11" * 32)
+    assert repr(span) == "ModularSpan(start=3, stop=35, source=16, behind 000102030405)"
+    assert repr(ModularSpan(3, 35, 0, b"", b"\x11" * 32)).endswith("source=0, isolated)")

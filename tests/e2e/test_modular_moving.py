@@ -10,6 +10,7 @@ import pytest
 
 import hypercache
 from hypercache import ChunkBuffers, KVBuffers, TenantKey
+from hypercache.client.moving import APPROXIMATE
 from hypercache.client.plan import MissingSpan
 from hypercache.model import KVDtype, RopeSpec
 
@@ -149,7 +150,7 @@ async def test_chunk_buffers_take_the_plan_row_by_row(connect: Connect) -> None:
         assert np.array_equal(got[:13], want) and not got[13:].any()
     assert chunks.exact == 3
     again = await client.store(prompt_of(system, 5, doc, 9), chunks)
-    assert (again.outcome, again.reason) == ({"exists": 3}, "approximate K/V are not stored")
+    assert (again.outcome, again.reason) == ({"exists": 3}, APPROXIMATE)
 
 
 async def test_a_transfer_tells_what_is_good_so_far(connect: Connect) -> None:
@@ -233,10 +234,10 @@ async def test_approximate_bytes_are_never_stored(connect: Connect) -> None:
     assert into.exact == match.modular[0].start == 69
     for kv in (into, into.window(0, len(asked))):
         result = await client.store(asked, kv, start=0)
-        assert result.reason == "approximate K/V are not stored"
+        assert result.reason == APPROXIMATE
         assert sum(result.outcome.values()) == 4
     late = await client.store(asked, into, start=64)
-    assert (late.blocks, late.reason) == (0, "approximate K/V are not stored")
+    assert (late.blocks, late.reason) == (0, APPROXIMATE)
     assert (await client.match(asked)).hit_tokens == 64
 
     into.mark_exact(len(asked))  # the engine computed everything anew
@@ -255,7 +256,7 @@ async def test_a_store_that_follows_the_layers_is_clipped_too(connect: Connect) 
     saving = client.start_store(asked, into, ready_layers=0)
     saving.layer_ready(2)
     result = await saving
-    assert (result.stored, result.reason) == (2, "approximate K/V are not stored")
+    assert (result.stored, result.reason) == (2, APPROXIMATE)
 
 
 async def test_buffers_begin_anew_with_a_prompt(connect: Connect) -> None:
