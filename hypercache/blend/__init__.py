@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hypercache.blend.engine import Layered, check, run
+from hypercache.blend.engine import Layered, check, rehearse, run
 from hypercache.blend.flops import Shape
 from hypercache.blend.plan import Blend, Blended, Report, Reused
 from hypercache.blend.policies import POLICIES, Policy, Seen
@@ -18,5 +18,6 @@ __all__ = [
     "Seen",
     "Shape",
     "check",
+    "rehearse",
     "run",
 ]

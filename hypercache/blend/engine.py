@@ -9,6 +9,7 @@ arXiv:2405.16444). K/V computed on the way are always kept: those up to the chec
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,9 +17,10 @@ import numpy.typing as npt
 
 from hypercache.blend.flops import Shape
 from hypercache.blend.plan import Blend, Blended, Plan, Report, Reused, plan
-from hypercache.blend.policies import Deviation, Seen, choose
+from hypercache.blend.policies import Deviation, Seen, choose, scored
 from hypercache.checks import typed
-from hypercache.errors import SpecError
+from hypercache.errors import SpecError, TokenError
+from hypercache.keys import canonical_tokens
 from hypercache.kv import KVBuffers
 from hypercache.model import ModelSpec
 
@@ -35,6 +37,9 @@ class Layered(Protocol):
 
     @property
     def shape(self) -> Shape: ...
+    @property
+    def vocab(self) -> int:
+        """Token ids are below it."""
 
     def embed(self, ids: Array, positions: Array) -> Rows:
         """Tokens ``ids`` at ascending ``positions``, before layer 0."""
@@ -81,10 +86,11 @@ def run(
     layer_ready(i) is called before anything of layer ``i`` in ``kv`` is read or written, layers in order;
         what it raises ends the run.
 
-    Raises SpecError for spans and settings that do not fit, and for another model's K/V.
+    Raises SpecError for spans and settings that do not fit, for another model's K/V, and for a policy whose
+    scores rank nothing; TokenError for what is not token ids of this model.
     """
     check(engine, kv, settings)
-    tokens = np.asarray(ids)
+    tokens = _token_ids(ids, engine.vocab)
     parts = plan(len(tokens), kv.tokens, exact, reused)
     work = _Work(engine, kv, parts, settings)
     if len(parts.reused):
@@ -104,7 +110,7 @@ def run(
 def check(engine: Any, kv: KVBuffers, settings: Blend) -> None:
     """Raises SpecError unless ``engine`` works layer by layer and ``kv`` and ``settings`` fit it."""
     typed("settings", settings, Blend)
-    if not all(hasattr(engine, name) for name in ("spec", "shape", "embed", "project", "attend")):
+    if not all(hasattr(engine, name) for name in ("spec", "shape", "vocab", "embed", "attend")):
         raise SpecError(
             f"{type(engine).__name__} does not compute layer by layer; "
             "use hypercache.engines.layered.LayeredTransformer(model) or the reference engine"
@@ -114,11 +120,39 @@ def check(engine: Any, kv: KVBuffers, settings: Blend) -> None:
             f"these K/V belong to another model ({kv.spec.name!r}; theirs, this engine's: "
             f"{kv.spec.differences(engine.spec)}); allocate them with engine.spec"
         )
-    if settings.check_layer >= engine.shape.layers:
+    _check_layers(settings, engine.shape.layers)
+
+
+def rehearse(settings: Blend, shape: Shape) -> None:
+    """Raises SpecError unless the policy in ``settings`` can be asked in a model of ``shape``, and scores a
+    token there: whether the model has the layers and heads that it looks at."""
+    _check_layers(settings, shape.layers)
+    policy, place = settings.chosen_policy, np.zeros(1, np.intp)
+    deviation = np.zeros((1, shape.kv_heads if policy.probes else 0, 2), np.float32)
+    mass = {layer: np.zeros((1, shape.heads), np.float32) for layer in policy.mass_layers}
+    scored(policy, Seen(place, place, place, 1, deviation, mass))
+
+
+def _check_layers(settings: Blend, layers: int) -> None:
+    if layers < 2:
         raise SpecError(
-            f"Blend.check_layer {settings.check_layer} is not among the model's layers "
-            f"0..{engine.shape.layers - 1}"
+            "a model of one layer has nothing to repair: K/V of layer 0 depend on a token and its position "
+            "alone, so they are exact once moved; run it without a blend"
         )
+    last = max(1, layers - 2)  # from all of the layer before it, K/V of the last layer are exact for all
+    if settings.check_layer > last:
+        raise SpecError(
+            f"check_layer {settings.check_layer} leaves nothing to choose in a model of {layers} layers: all "
+            f"reused tokens would be recomputed; it must be in 1..{last}"
+        )
+
+
+def _token_ids(ids: Any, vocab: int) -> Array:
+    tokens = canonical_tokens(ids)
+    if len(tokens) and int(tokens.max()) >= vocab:
+        index = int(np.argmax(tokens >= vocab))
+        raise TokenError(f"token {index} is {tokens[index]}; this model's token ids are in 0..{vocab - 1}")
+    return tokens
 
 
 class _Work:
@@ -144,11 +178,10 @@ class _Work:
     def begin(self, ids: Array) -> Rows:
         """The rows that are computed in layer 0."""
         parts = self._plan
-        if self._wanted[0] == 0:
-            self._alive = self._chosen = self._alive[:0]
-        elif self._wanted[0] < len(self._alive):  # a policy that needs no look
-            unseen = np.empty((len(self._alive), 0, 2), np.float32)
-            self._chosen = self._alive = self._ranked(unseen, 0)
+        if self._ranked_at == 0:  # a policy that needs no look
+            self._rank(np.empty((len(self._alive), 0, 2), np.float32))
+        if self._wanted[0] < len(self._alive):
+            self._chosen = self._alive = self._best(0)
         self._positions = np.sort(np.concatenate([parts.missing, parts.reused[self._alive]]))
         reused = np.zeros(parts.tokens, bool)
         reused[parts.reused] = True
@@ -160,52 +193,56 @@ class _Work:
         engine, kv, shape = self._engine, self._kv, self._engine.shape
         self._spend(shape.project(len(self._positions)), shape.project(len(self._alive)))
         deviation = None
-        if 0 < self._wanted[layer] < len(self._alive):
+        if self._looks(layer):
             deviation = engine.deviation(layer, self._of_reused(rows), kv)
         engine.keep(layer, rows, kv)
         if layer <= self._ranked_at and layer in self._policy.mass_layers:
             self._mass[layer] = self._cross_attention(layer, self._of_reused(rows))
+        if deviation is not None:
+            self._rank(deviation)
         if self._wanted[layer] < len(self._alive):
-            rows = self._drop(layer, rows, deviation)
+            rows = self._drop(layer, rows)
         self._by_layer.append(len(self._alive))
         reused = self._plan.reused[self._alive]
         self._spend(shape.attend(layer, self._positions), shape.attend(layer, reused))
         return engine.attend(layer, rows, kv)
 
-    def _drop(self, layer: int, rows: Rows, deviation: Array | None) -> Rows:
-        """Only the missing ones, and the best of the reused. Behind the layer where the policy ranked, its
-        order holds, except that deviation is measured anew."""
-        if deviation is None:
-            stay = self._alive[:0]
-        elif layer == self._ranked_at:
-            self._chosen = stay = self._ranked(deviation, layer)
-        elif isinstance(self._policy, Deviation):
-            stay = self._best(np.square(deviation).sum(axis=(1, 2)), layer)
-        else:
-            stay = self._best(self._scores[self._alive], layer)
+    def _looks(self, layer: int) -> bool:
+        """Whether the policy is to rank in ``layer`` by what is seen there. At the check layer, even if the
+        first tokens are dropped later; behind it its order holds, except that a deviation is measured anew
+        where some are dropped."""
+        if layer == self._ranked_at:
+            return self._policy.probes
+        behind = isinstance(self._policy, Deviation) and layer > self._ranked_at
+        return behind and 0 < self._wanted[layer] < len(self._alive)
+
+    def _drop(self, layer: int, rows: Rows) -> Rows:
+        """Only the missing ones, and the best of the reused."""
+        stay = self._best(layer)
+        if layer == self._ranked_at:
+            self._chosen = stay
         kept = ~self._reused
         kept[np.flatnonzero(self._reused)[np.searchsorted(self._alive, stay)]] = True
         self._alive, self._positions, self._reused = stay, self._positions[kept], self._reused[kept]
         return self._engine.take(rows, np.flatnonzero(kept))
 
-    def _ranked(self, deviation: Array, layer: int) -> Array:
-        """What the policy ranks highest. All reused tokens are still there."""
-        self._scores = np.asarray(self._policy.scores(self._seen(deviation)))
-        return self._best(self._scores, layer)
+    def _rank(self, deviation: Array) -> None:
+        """Ask the policy for the scores of those that are still computed."""
+        parts, alive = self._plan, self._alive
+        seen = Seen(
+            _read_only(parts.reused[alive]),
+            _read_only(parts.place[alive]),
+            _read_only(parts.segment[alive]),
+            int(parts.segment[-1]) + 1,
+            _read_only(deviation),
+            MappingProxyType({layer: _read_only(shares) for layer, shares in self._mass.items()}),
+        )
+        self._scores[alive] = scored(self._policy, seen)
 
-    def _best(self, scores: Array, layer: int) -> Array:
-        if scores.shape != self._alive.shape:
-            raise SpecError(
-                f"policy {self._policy.name!r} must give one score for each of {len(self._alive)} tokens, "
-                f"got shape {scores.shape}"
-            )
-        place = self._plan.place[self._alive]
+    def _best(self, layer: int) -> Array:
+        """Those of the reused tokens that are computed on through ``layer``."""
+        scores, place = self._scores[self._alive], self._plan.place[self._alive]
         return self._alive[choose(scores, place, self._wanted[layer], self._settings.lead)]
-
-    def _seen(self, deviation: Array) -> Seen:
-        parts = self._plan
-        segments = int(parts.segment[-1]) + 1
-        return Seen(parts.reused, parts.place, parts.segment, segments, deviation, self._mass)
 
     def _cross_attention(self, layer: int, rows: Rows) -> Array:
         parts = self._plan
@@ -227,6 +264,8 @@ class _Work:
             note = "nothing was blended: no token is reused from another context"
         elif self._settings.ratio == 0:
             note = f"nothing was blended: ratio 0 takes all {len(parts.reused)} reused tokens as they are"
+        elif self._engine.shape.layers == 2 and self._policy.probes and self._settings.ratio < 1:
+            note = "nothing was chosen: once layer 0 is computed, all K/V of a model of two layers are exact"
         else:
             note = ""
         return Report(
@@ -242,6 +281,12 @@ class _Work:
             policy=self._policy.name if self._ranked_at >= 0 else "",
             note=note,
         )
+
+
+def _read_only(array: Array) -> Array:
+    view = array.view()
+    view.flags.writeable = False
+    return view
 
 
 def _schedule(settings: Blend, layers: int, reused: int) -> tuple[list[int], int]:

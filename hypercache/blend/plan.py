@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from hypercache.blend.policies import POLICIES, Policy
-from hypercache.checks import count, typed
+from hypercache.checks import count, tuple_of, typed
 from hypercache.errors import SpecError
 
 Array = npt.NDArray[Any]
@@ -35,6 +35,8 @@ class Blend:
     policy: which ones: a name in ``POLICIES`` or a :class:`Policy`. "auto" is ``selector``, else "kv".
     selector: a policy calibrated for the model, for "auto".
     check_layer: layers before it are computed for all reused tokens, and K/V in it; there the policy ranks.
+        A policy that has a ``check_layer`` of its own, as a calibrated selector has, is asked there instead:
+        its numbers mean something in that layer alone.
     lead: so many first tokens of each segment come before what the policy ranks highest, within the ratio.
     narrow: 0..1: the set chosen at the check layer is larger by this share, and shrinks evenly to one that
         is smaller by it, dropping what the policy ranked last, or for a deviation what deviates least there;
@@ -63,6 +65,10 @@ class Blend:
             _check_policy("policy", self.policy)
         if self.selector is not None:
             _check_policy("selector", self.selector)
+        policy = self.chosen_policy
+        if (own := getattr(policy, "check_layer", None)) is not None:
+            object.__setattr__(self, "check_layer", count(f"check_layer of policy {policy.name!r}", own, 1))
+        _check_mass_layers(policy, self.check_layer)
 
     @property
     def chosen_policy(self) -> Policy:
@@ -80,9 +86,21 @@ class Blend:
         return [min(reused, math.ceil(share * reused - 1e-9)) for share in shares]
 
 
-def _check_policy(field: str, value: object) -> None:
-    if not all(hasattr(value, part) for part in ("name", "probes", "mass_layers", "scores")):
-        raise SpecError(f"Blend.{field} must be a policy, got {type(value).__name__}")
+def _check_policy(field: str, value: Any) -> None:
+    parts = ("name", "probes", "mass_layers", "scores")
+    if not all(hasattr(value, part) for part in parts) or not isinstance(value.name, str):
+        raise SpecError(
+            f"Blend.{field} must be a policy, got {type(value).__name__}; one has {', '.join(parts)}"
+        )
+
+
+def _check_mass_layers(policy: Policy, check_layer: int) -> None:
+    what = f"mass_layers of policy {policy.name!r}"
+    layers = tuple_of(what, policy.mass_layers, (int, np.integer))
+    if layers and not policy.probes:
+        raise SpecError(f"{what} must be (): it does not probe, so no layer is computed before it ranks")
+    if any(not 0 <= layer <= check_layer for layer in layers):
+        raise SpecError(f"{what} must be in 0..{check_layer}, the check layer, got {layers}")
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,14 +14,14 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hypercache.errors import SpecError
+from hypercache.errors import HyperCacheError, SpecError
 
 Array = npt.NDArray[Any]
 
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """What is known of ``n`` reused tokens at the check layer. Arrays are in the tokens' order.
+    """What is known of ``n`` reused tokens at the check layer. Arrays are in the tokens' order, read-only.
 
     positions: ``(n,)`` in the prompt. place: ``(n,)``, tokens from the start of its segment.
     segment: ``(n,)``, index of its segment, of ``segments``.
@@ -42,6 +42,7 @@ class Seen:
 class Policy(Protocol):
     """Ranks reused tokens.
 
+    name: for reports and messages.
     probes: whether it looks at anything beside places. If not, its choice is made before layer 0, and no
         layer is computed for the others.
     mass_layers: layers up to the check layer whose ``Seen.mass`` it needs: each costs the attention scores
@@ -56,7 +57,7 @@ class Policy(Protocol):
     def mass_layers(self) -> tuple[int, ...]: ...
 
     def scores(self, seen: Seen) -> Array:
-        """Floats ``(n,)``: the highest are recomputed."""
+        """Numbers ``(n,)``, finite: the highest are recomputed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,7 +71,7 @@ class Deviation:
 
     def scores(self, seen: Seen) -> Array:
         parts = {"k": slice(0, 1), "v": slice(1, 2), "kv": slice(0, 2)}[self.name]
-        out: Array = np.square(seen.deviation[:, :, parts]).sum(axis=(1, 2))
+        out: Array = np.square(seen.deviation[:, :, parts], dtype=np.float64).sum(axis=(1, 2))
         return out
 
 
@@ -169,6 +170,37 @@ POLICIES: Mapping[str, Policy] = {
         Random(),
     )
 }
+
+
+def scored(policy: Policy, seen: Seen) -> Array:
+    """What ``policy`` scores the tokens in ``seen``: float64 ``(n,)``, finite.
+
+    Raises SpecError that names the policy where it raises something, and for scores that rank nothing: of
+    another shape, not real numbers, NaN or infinite.
+    """
+    try:
+        with np.errstate(all="ignore"):  # what overflows is refused below
+            given = np.asarray(policy.scores(seen))
+            scores = given.astype(np.float64) if given.dtype.kind in "biuf" else None
+    except HyperCacheError:
+        raise
+    except Exception as error:  # a policy is the caller's: it may raise anything
+        raise SpecError(
+            f"policy {policy.name!r} did not score the tokens: {type(error).__name__}: {error}"
+        ) from error
+    n = len(seen.positions)
+    if given.shape != (n,):
+        raise SpecError(
+            f"policy {policy.name!r} must give one score for each of {n} tokens, got shape {given.shape}"
+        )
+    if scores is None:
+        raise SpecError(f"policy {policy.name!r} must give real numbers as scores, got {given.dtype}")
+    if len(wrong := np.flatnonzero(~np.isfinite(scores))):
+        raise SpecError(
+            f"policy {policy.name!r} must give finite scores: {len(wrong)} of {n} are not, the first "
+            f"({scores[wrong[0]]}) that of the token at position {seen.positions[wrong[0]]}"
+        )
+    return scores
 
 
 def choose(scores: Array, place: Array, count: int, lead: int) -> Array:

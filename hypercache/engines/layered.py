@@ -90,6 +90,7 @@ class LayeredTransformer:
             mlp=config.intermediate_size,
             windows=tuple(self.spec.group_of(i).window for i in range(config.num_hidden_layers)),
         )
+        self.vocab = int(self.model.model.embed_tokens.num_embeddings)
         self._layers = list(self.model.model.layers)
         # Gemma 3 has another theta where it slides; others have one kind of layer as far as RoPE goes.
         by_layer = "layer_type" in inspect.signature(self.model.model.rotary_emb.forward).parameters

@@ -206,6 +206,11 @@ class ReferenceModel:
             config.mlp,
         )
 
+    @property
+    def vocab(self) -> int:
+        """Token ids are below it."""
+        return self.config.vocab
+
     def embed(self, ids: Array, positions: Array) -> Rows:
         """Rows of tokens ``ids`` at ascending ``positions``, before layer 0."""
         if len(ids) and not (ids.dtype.kind in "iu" and ids.min() >= 0 and ids.max() < self.config.vocab):

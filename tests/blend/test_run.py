@@ -13,7 +13,7 @@ import pytest
 from hypercache.blend import POLICIES, Blend, Reused, Seen, Shape, run
 from hypercache.blend.policies import Random
 from hypercache.engines.reference import ReferenceConfig, ReferenceModel
-from hypercache.errors import SpecError
+from hypercache.errors import SpecError, TokenError
 from hypercache.kv import KVBuffers
 from hypercache.model import KVDtype
 
@@ -281,6 +281,15 @@ def test_two_layers_are_exact_once_layer_0_is_computed() -> None:
     assert np.abs(got.hidden - asked.hidden[-Q:]).max() < 1e-10
     assert error(kv, asked.full) < 1e-10 and kv.exact == TOKENS
     assert got.report.by_layer == (REUSED, 0) and got.report.recomputed == REUSED
+    assert got.report.policy == "" and "a model of two layers" in got.report.note
+    assert "two layers" not in blended(asked, flat(0.1, "boundary"))[0].report.note
+
+
+def test_a_model_of_one_layer_has_nothing_to_repair_and_says_so() -> None:
+    one = ReferenceModel(ReferenceConfig(layers=1))
+    kv = KVBuffers.allocate(one.spec, 9)
+    with pytest.raises(SpecError, match=r"a model of one layer has nothing to repair: .* exact once moved"):
+        run(one, [1] * 9, kv, 0, [Reused(2, 5)], Blend())
 
 
 def test_a_later_check_layer_looks_deeper() -> None:
@@ -310,16 +319,42 @@ def test_prompts_and_buffers_that_do_not_fit_are_refused() -> None:
         ((model, ids, kv, TOKENS), "leave none of the prompt's 117 to compute"),
         ((model, ids, kv, -1), "exact tokens must be an integer >= 0"),
         ((model, ids, kv.window(0, 30), 12), "room for 30 tokens cannot take a prompt of 117"),
-        ((model, [*ids[:-1], 512], kv, 12), r"token ids must be integers in 0\.\.511"),
         ((ReferenceModel(seed=9), ids, kv, 12), "belong to another model"),
         ((object(), ids, kv, 12), "object does not compute layer by layer"),
     ):
         with pytest.raises(SpecError, match=message):
             run(*arguments, [], Blend())  # type: ignore[arg-type]
-    with pytest.raises(SpecError, match=r"check_layer 5 is not among the model's layers 0\.\.4"):
-        blended(DOUBLE, Blend(check_layer=5))
+    for layer in (4, 5):  # from layer 4 on nothing is left to choose
+        with pytest.raises(SpecError, match=rf"check_layer {layer} leaves nothing to choose .* in 1\.\.3"):
+            blended(DOUBLE, Blend(check_layer=layer))
+    assert blended(DOUBLE, Blend(0.1, check_layer=3))[0].report.by_layer == (96, 96, 96, 10, 0)
     with pytest.raises(SpecError, match="settings must be Blend, got float"):
         run(model, ids, kv, 12, [], 0.15)  # type: ignore[arg-type]
+
+
+def test_what_is_no_token_of_the_model_is_refused_before_anything_is_computed() -> None:
+    kv = DOUBLE.reused()
+    ids = DOUBLE.ids.tolist()
+    for bad, message in (
+        ([*ids[:-1], 512], r"token 116 is 512; this model's token ids are in 0\.\.511"),
+        ([*ids[:20], 2**32 - 1, *ids[21:]], r"token 20 is 4294967295"),
+        ([*ids[:20], -1, *ids[21:]], "token 20 is -1"),
+        ([*ids[:20], 1.5, *ids[21:]], "token 20 is"),
+        ([*ids[:20], True, *ids[21:]], "token 20 is"),
+        ([*ids[:20], "1", *ids[21:]], "token 20 is"),
+        (DOUBLE.ids.astype(float), "token 0 is of type float64"),
+        (DOUBLE.ids.astype(bool), "token 0 is of type bool"),
+        (DOUBLE.ids[None], r"one flat sequence, got shape \(1, 117\)"),
+        (DOUBLE.ids[:, None], r"one flat sequence, got shape \(117, 1\)"),
+        ("text", "got str; tokenize"),
+        (5, "must be a sequence of integers, got int"),
+        (np.full(TOKENS, 2**63 + 1, np.uint64), "token 0 is 9223372036854775809"),
+    ):
+        with pytest.raises(TokenError, match=message):
+            run(DOUBLE.model, bad, kv, SYSTEM, SPANS, Blend())  # type: ignore[arg-type]
+    with pytest.raises(SpecError, match="the prompt is empty"):
+        run(DOUBLE.model, None, kv, 0, [], Blend())  # type: ignore[arg-type]
+    assert same_bits(kv, DOUBLE.reused(), ALL)
 
 
 def test_settings_that_mean_nothing_are_refused() -> None:
@@ -335,23 +370,15 @@ def test_settings_that_mean_nothing_are_refused() -> None:
         ({"policy": None}, r"Blend\.policy must be a policy, got NoneType"),
         ({"selector": "kv"}, r"Blend\.selector must be a policy, got str"),
         ({"policy": 3}, r"Blend\.policy must be a policy, got int"),
+        ({"policy": Random}, r"Blend\.policy must be a policy, got type"),
     ):
         with pytest.raises(SpecError, match=message):
-            Blend(**bad)  # type: ignore[arg-type]
+            Blend(**bad)
 
 
-def test_auto_is_the_selector_where_there_is_one_and_a_policy_must_score_all() -> None:
+def test_auto_is_the_selector_where_there_is_one() -> None:
     assert blended(DOUBLE, Blend(0.1))[0].report.policy == "kv"
     given = Blend(0.1, selector=POLICIES["boundary"])
     assert blended(DOUBLE, given)[0].report.policy == "boundary"
     named = Blend(0.1, "v", selector=POLICIES["boundary"])
     assert blended(DOUBLE, named)[0].report.policy == "v"
-
-    class Short:
-        name, probes, mass_layers = "short", True, ()
-
-        def scores(self, seen: Seen) -> np.ndarray:
-            return np.zeros(3)
-
-    with pytest.raises(SpecError, match=r"'short' must give one score for each of 96 tokens, got .*\(3,\)"):
-        blended(DOUBLE, Blend(0.1, Short()))
