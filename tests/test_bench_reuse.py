@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import random
 from collections.abc import Iterable
 from pathlib import Path
@@ -173,6 +174,10 @@ def test_logs_are_read_by_file_and_time_and_what_is_broken_is_counted(
         b'{"timestamp": 3}',
         b'{"timestamp": "3", "input": "n1"}',
         b'{"timestamp": NaN, "input": "n1"}',
+        b'{"timestamp": true, "input": "n1"}',
+        b'{"timestamp": 1' + b"0" * 400 + b', "input": "n1"}',
+        b'{"timestamp": 1' + b"0" * 5000 + b', "input": "n1"}',
+        b'{"timestamp": 1e999, "input": "n1"}',
         b'{"timestamp": 3, "input": null}',
         b'{"timestamp": 3, "input": ["n1"]}',
         b'{"timestamp": 3, "input": "\\ud800"}',
@@ -193,6 +198,67 @@ def test_logs_are_read_by_file_and_time_and_what_is_broken_is_counted(
     read = read_logs(sets["gamma"], encode)
     assert [prompt.tolist() for prompt in read.prompts] == [[5, 5], []]
     assert read.broken_lines == len(broken)
+
+
+def test_integers_that_no_float_tells_apart_keep_their_order(tmp_path: Path) -> None:
+    later, earlier = (json.dumps({"timestamp": 2**62 + n, "input": str(n)}) for n in (1, 0))
+    (tmp_path / "ns_1.jsonl").write_text(later + "\n" + earlier)
+    read = read_logs([tmp_path / "ns_1.jsonl"], lambda text: [int(text)])
+    assert [prompt.tolist() for prompt in read.prompts] == [[0], [1]]
+
+
+def test_a_line_without_end_is_one_broken_line_and_never_held_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bench_reuse, "MAX_LINE", 100)
+    held: list[int] = []
+    parse = bench_reuse._row
+    monkeypatch.setattr(bench_reuse, "_row", lambda line: held.append(len(line)) or parse(line))
+    longest = row(2, 2).ljust(99) + b"\n"
+    (tmp_path / "a_1.jsonl").write_bytes(
+        b"\n".join([row(1, 1), row(1, 5).ljust(101), b"x" * 1000, b" " * 350]) + b"\n" + longest + b"y" * 450
+    )
+    read = read_logs([tmp_path / "a_1.jsonl"], lambda text: [int(text[1:])])
+    assert [prompt.tolist() for prompt in read.prompts] == [[1], [2]]
+    assert read.broken_lines == 4
+    assert max(held) == 100
+
+
+@pytest.mark.parametrize("kind", ["directory", "dangling link", "pipe", "device", "loop", "no permission"])
+def test_a_log_that_cannot_be_read_is_named(
+    kind: str, tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "a_1.jsonl"
+    match kind:
+        case "directory":
+            path.mkdir()
+        case "dangling link":
+            path.symlink_to(tmp_path / "nowhere")
+        case "pipe":
+            os.mkfifo(path)
+        case "device":
+            path.symlink_to("/dev/zero")
+        case "loop":
+            path.symlink_to(path)
+        case _:
+            if os.geteuid() == 0:
+                pytest.skip("root may read everything")
+            path.write_bytes(row(1, 1))
+            path.chmod(0)
+    with pytest.raises(ConfigError, match=r"--logs: .*a_1\.jsonl cannot be read: \w.*; make it readable"):
+        read_logs(log_sets(tmp_path)["a"], lambda text: [1])
+    arguments = ["benchmark", "--part", "reuse", "--logs", str(tmp_path), "--tokenizer", str(tokenizer)]
+    assert main(arguments) == 2
+    assert "cannot be read" in capsys.readouterr().err
+
+
+def test_a_directory_that_cannot_be_listed_is_named(tmp_path: Path) -> None:
+    for directory in (tmp_path / ("x" * 300), tmp_path / "nowhere"):
+        with pytest.raises(ConfigError, match="is no directory that can be read"):
+            log_sets(directory)
+    (tmp_path / "file").write_bytes(b"")
+    with pytest.raises(ConfigError, match="is no directory"):
+        log_sets(tmp_path / "file")
 
 
 def test_command(tmp_path: Path, tokenizer: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,8 +7,10 @@ block that it names. Only the K/V are missing (a block has one byte), and the ca
 
 from __future__ import annotations
 
+import errno
 import json
 import math
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
@@ -42,6 +44,7 @@ from hypercache.store.arena import MIN_CAPACITY
 BLOCK_SIZE = 8  # the headline's: short prompts lose to larger ones what does not fill a block
 CAPACITY_PER_BLOCK = 32 << 10  # address space, not memory: blocks so large leave room for their index entries
 _STORED_AT_ONCE = 1024  # blocks: one owner may have 8,192 reservations open
+MAX_LINE = 16 << 20  # bytes, its end included: some millions of tokens; a longer line is no prompt
 
 Array = npt.NDArray[Any]
 
@@ -92,8 +95,8 @@ def measure(directory: Path, tokenizer: Path | None, report: Callable[[str], Non
 
     A set is all files ``NAME_*.jsonl``, one JSON object a line with ``timestamp`` (a number) and ``input``
     (the prompt's text). Files are taken by name, the lines of each by time. ``report`` gets a line before
-    what takes long. Raises ConfigError for a directory without logs or an unknown tokenizer,
-    ModelUnavailable if the default one cannot be had.
+    what takes long. Raises ConfigError for a directory without logs, what cannot be read, or an unknown
+    tokenizer, ModelUnavailable if the default one cannot be had.
     """
     sets = log_sets(directory)
     encode = load_tokenizer(tokenizer, report)
@@ -114,11 +117,17 @@ def measure(directory: Path, tokenizer: Path | None, report: Callable[[str], Non
 
 
 def log_sets(directory: Path) -> dict[str, list[Path]]:
-    """Files ``NAME_*.jsonl`` by NAME, sorted. Raises ConfigError if there are none."""
-    if not directory.is_dir():
-        raise ConfigError(f"--logs {directory} is no directory; give one that holds prompt logs (*.jsonl)")
+    """Files ``NAME_*.jsonl`` by NAME, sorted. Raises ConfigError if there are none, or they cannot be
+    listed."""
+    try:
+        paths = sorted(path for path in directory.iterdir() if path.name.endswith(".jsonl"))
+    except OSError as error:
+        raise ConfigError(
+            f"--logs {directory} is no directory that can be read: {error.strerror}; give one that holds "
+            "prompt logs (*.jsonl)"
+        ) from None
     sets: dict[str, list[Path]] = {}
-    for path in sorted(directory.glob("*.jsonl")):
+    for path in paths:
         sets.setdefault(path.stem.partition("_")[0], []).append(path)
     if not sets:
         raise ConfigError(
@@ -137,8 +146,8 @@ def load_tokenizer(path: Path | None, report: Callable[[str], None]) -> Callable
             f"{error}; install the extra: pip install 'hypercache-llm[transformers]'"
         ) from error
     given = smollm.ensure(report=report) if path is None else path
-    file = given / "tokenizer.json" if given.is_dir() else given
     try:
+        file = given / "tokenizer.json" if given.is_dir() else given
         tokenizer = Tokenizer.from_file(str(file))
     except Exception as error:  # the library raises nothing narrower
         raise ConfigError(
@@ -153,7 +162,8 @@ def load_tokenizer(path: Path | None, report: Callable[[str], None]) -> Callable
 
 
 def read_logs(files: Sequence[Path], encode: Callable[[str], Sequence[int]]) -> Logs:
-    """Tokenizes the prompts. Lines that hold none are counted; blank ones are nothing."""
+    """Tokenizes the prompts. Lines that hold none, or more than MAX_LINE bytes, are counted as broken; blank
+    ones are nothing. Raises ConfigError that names a file which cannot be read."""
     prompts: list[Array] = []
     broken = 0
     for path in files:
@@ -170,10 +180,21 @@ def read_logs(files: Sequence[Path], encode: Callable[[str], Sequence[int]]) -> 
 
 def _lines(path: Path) -> Iterator[tuple[float, str] | None]:
     """(time, prompt) of each line that is not blank, None for one without them."""
-    with path.open("rb") as file:
-        for line in file:
-            if line.strip():
-                yield _row(line)
+    try:
+        if not stat.S_ISREG(path.stat().st_mode):  # a pipe or a device might never end
+            raise OSError(errno.EINVAL, "not a regular file")
+        with path.open("rb") as file:
+            while line := file.readline(MAX_LINE + 1):
+                if len(line) > MAX_LINE:
+                    while line and not line.endswith(b"\n"):
+                        line = file.readline(MAX_LINE)
+                    yield None
+                elif line.strip():
+                    yield _row(line)
+    except OSError as error:
+        raise ConfigError(
+            f"--logs: {path} cannot be read: {error.strerror}; make it readable, or move it elsewhere"
+        ) from None
 
 
 def _row(line: bytes) -> tuple[float, str] | None:
@@ -181,9 +202,10 @@ def _row(line: bytes) -> tuple[float, str] | None:
         row = json.loads(line)
         when, text = row["timestamp"], row["input"]
         text.encode()  # half of a surrogate pair is no text
-        return (when, text) if isinstance(when, (int, float)) and math.isfinite(when) else None
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError):
-        return None
+        number = isinstance(when, (int, float)) and not isinstance(when, bool)
+        return (when, text) if number and math.isfinite(when) else None
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, OverflowError):
+        return None  # OverflowError: an integer that is no float
 
 
 class _Node:
