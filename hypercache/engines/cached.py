@@ -20,12 +20,12 @@ import numpy as np
 import numpy.typing as npt
 
 from hypercache import checks
-from hypercache.blend import Blend, Layered, Report, Reused, check, run
+from hypercache.blend import Blend, Layered, Report, Reused, Shape, check, run
 from hypercache.blend.selector import Selector
 from hypercache.client import Client, FetchResult, Match, ModularSpan, StoreResult, SyncClient
 from hypercache.client.sync import SyncTransfer
 from hypercache.engines import LayerReady, selectors
-from hypercache.errors import HyperCacheError, SpecError, TooLarge
+from hypercache.errors import HyperCacheError, SpecError
 from hypercache.keys import canonical_tokens
 from hypercache.kv import KVBuffers
 from hypercache.model import ModelSpec
@@ -95,7 +95,8 @@ def prefill(
         the prompt alone. An engine that serves reuses its buffers: fresh pages cost more than the transfer.
     blend: reuse K/V of other contexts too, and repair them so; needs an engine that works layer by layer
         (:class:`hypercache.blend.Layered`). Its policy "auto" is the selector calibrated for the engine's
-        model, if there is one: :mod:`hypercache.engines.selectors`.
+        model, with the check layer it was calibrated for, if there is one that can be used:
+        :mod:`hypercache.engines.selectors`.
     segments: with ``blend``, the spans of tokens that may move, as in :meth:`Client.match`; None: any.
 
     Raises TokenError for what is not token ids, SpecError for an empty prompt, another model's client, and
@@ -120,7 +121,7 @@ def prefill(
         )
     if blend is not None:
         check(engine, kv, blend)
-        blend = _with_selector(blend, engine.spec)
+        blend = _with_selector(blend, cast("Layered", engine))
 
     def compute(exact: int, modular: Sequence[ModularSpan], ready: LayerReady | None = None) -> Prefilled:
         if blend is None:
@@ -139,19 +140,19 @@ def prefill(
     return _while_fetched(client.start_fetch(match, kv), match, compute)
 
 
-def _with_selector(blend: Blend, spec: ModelSpec) -> Blend:
+def _with_selector(blend: Blend, engine: Layered) -> Blend:
     if blend.policy != "auto" or blend.selector is not None:
         return blend
-    found = _calibrated(spec)
-    return blend if found is None else replace(blend, selector=found, check_layer=found.check_layer)
+    found = _calibrated(engine.spec, engine.shape)
+    return blend if found is None else replace(blend, selector=found)
 
 
 @functools.lru_cache(maxsize=16)
-def _calibrated(spec: ModelSpec) -> Selector | None:
+def _calibrated(spec: ModelSpec, shape: Shape) -> Selector | None:
     """Read once a process. One that cannot be used is told, and is not in the way."""
     try:
-        return selectors.find(spec)
-    except (SpecError, TooLarge) as error:
+        return selectors.find(spec, shape)
+    except HyperCacheError as error:
         _log.warning(
             "no calibrated selector for %r, tokens are ranked by their deviation: %s", spec.name, error
         )

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import errno
+import math
 import os
+import stat
 import tempfile
 from pathlib import Path
 
-from hypercache.blend.selector import MAX_NBYTES, Selector, decode
+from hypercache.blend import Blend, Shape, rehearse
+from hypercache.blend.selector import LIMIT, MAX_NBYTES, Selector, decode
 from hypercache.engines.home import cache_home
 from hypercache.errors import SpecError
 from hypercache.model import ModelSpec
@@ -18,10 +22,39 @@ def path_of(spec: ModelSpec) -> Path | None:
     return None if home is None else home / "selectors" / f"{spec.fingerprint().hex()}.json"
 
 
-def find(spec: ModelSpec) -> Selector | None:
-    """The selector calibrated for ``spec``, None if there is none. Raises as :func:`load` for a bad file."""
+def find(spec: ModelSpec, shape: Shape | None = None) -> Selector | None:
+    """The selector calibrated for ``spec``, None if there is none.
+
+    Raises as :func:`load` for a bad file; with ``shape``, that of the engine, also SpecError for a selector
+    that no blend on it could use.
+    """
     path = path_of(spec)
-    return load(path, spec) if path is not None and path.exists() else None
+    if path is None:
+        return None
+    try:
+        data = _read(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    found = decode(data, str(path), spec)
+    if shape is not None:
+        try:
+            fit(found, shape)
+        except SpecError as error:
+            raise SpecError(
+                f"{path} does not fit its model: {error}; run hypercache calibrate --model PATH again"
+            ) from None
+    return found
+
+
+def fit(selector: Selector, shape: Shape) -> None:
+    """Raises SpecError for a check layer, a layer or a head that a model of ``shape`` lacks, and for weights
+    so large that they do not add up to a number."""
+    rehearse(Blend(selector=selector), shape)
+    weights, squares = (sum(map(abs, numbers)) for numbers in (selector.weights, selector.squares))
+    if not math.isfinite(abs(selector.bias) + LIMIT * weights + LIMIT**2 * squares):
+        raise SpecError("its weights are so large that scores would not be finite")
 
 
 def load(path: Path, spec: ModelSpec | None = None) -> Selector:
@@ -31,14 +64,24 @@ def load(path: Path, spec: ModelSpec | None = None) -> Selector:
     was calibrated for another model; TooLarge for one above ``MAX_NBYTES``.
     """
     try:
-        with path.open("rb") as file:
-            data = file.read(MAX_NBYTES + 1)
+        data = _read(path)
     except OSError as error:
-        raise SpecError(
-            f"{path} cannot be read: {error.strerror}; run hypercache calibrate --model PATH, "
-            "or name a selector that exists"
-        ) from None
+        raise _unreadable(path, error) from None
     return decode(data, str(path), spec)
+
+
+def _read(path: Path) -> bytes:
+    if not stat.S_ISREG(path.stat().st_mode):  # a pipe would be waited for
+        raise OSError(errno.EINVAL, "not a regular file")
+    with path.open("rb") as file:
+        return file.read(MAX_NBYTES + 1)
+
+
+def _unreadable(path: Path, error: OSError) -> SpecError:
+    return SpecError(
+        f"{path} cannot be read: {error.strerror}; run hypercache calibrate --model PATH, "
+        "or name a selector that exists"
+    )
 
 
 def save(selector: Selector, path: Path) -> None:

@@ -7,7 +7,7 @@ import dataclasses
 import os
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 import hypercache
-from hypercache.blend import Blend
-from hypercache.blend.selector import Layer, Selector, Trained
+from hypercache.blend import Blend, Report
+from hypercache.blend.selector import Selector, Trained
 from hypercache.cli.local_server import local_server
 from hypercache.client import SyncClient, connect_sync
 from hypercache.engines import cached, selectors
@@ -266,37 +266,139 @@ def test_without_a_blend_nothing_of_another_context_is_used(stocked: SyncClient)
     same(got, prefill(ENGINE, ASKED))
 
 
-def test_auto_is_the_selector_calibrated_for_the_model(
-    stocked: SyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def policy() -> str:
-        cached._calibrated.cache_clear()  # as in another process
-        report = prefill(ENGINE, ASKED, stocked, blend=Blend(0.15)).report
-        assert report is not None and report.reused == 256
-        return report.policy
+def selector(*features: str, **changes: Any) -> Selector:
+    n = len(features)
+    fields: dict[str, Any] = {
+        "model": ENGINE.spec.fingerprint().hex(),
+        "features": features,
+        "mean": (0.0,) * n,
+        "scale": (1.0,) * n,
+        "weights": (1.0,) * n,
+        "squares": (0.5,) * n,
+        "bias": 0.0,
+        "ratio": 0.15,
+        "check_layer": 1,
+        "trained": Trained(prompts=1, rows=256, source="00" * 16, layers=(1, 7)),
+    }
+    return Selector(**{**fields, **changes})
 
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """Where the selector for ENGINE is looked for, with an empty directory around it."""
     monkeypatch.setenv("HYPERCACHE_HOME", str(tmp_path))
-    assert policy() == "kv"
-    made = Selector(
-        model=ENGINE.spec.fingerprint().hex(),
-        features=("mass.0.3", "v.1"),
-        mean=(0.0, 0.0),
-        scale=(1.0, 1.0),
-        layers=(Layer(weights=((1.0, 1.0),), bias=(0.0,)),),
-        ratio=0.15,
-        check_layer=1,
-        trained=Trained(prompts=1, rows=256, source="00" * 16, layers=(1, 7)),
-    )
     path = selectors.path_of(ENGINE.spec)
     assert path is not None and path.is_relative_to(tmp_path)
-    selectors.save(made, path)
-    assert policy() == "selector"
-    path.write_text("{}")
-    assert policy() == "kv"
-    assert [record.levelname for record in caplog.records if "no calibrated selector" in record.message] == [
-        "WARNING"
-    ]
+    path.parent.mkdir()
+    yield path
     cached._calibrated.cache_clear()
+
+
+def report_of(client: SyncClient, blend: Blend) -> Report:
+    cached._calibrated.cache_clear()  # as in another process
+    report = prefill(ENGINE, ASKED, client, blend=blend).report
+    assert report is not None and report.reused == 256
+    return report
+
+
+def warnings_in(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.message for record in caplog.records if "no calibrated selector" in record.message]
+
+
+def test_auto_is_the_selector_calibrated_for_the_model(
+    stocked: SyncClient, place: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    assert report_of(stocked, Blend(0.15)).policy == "kv"
+    selectors.save(selector("mass.0.3", "v.1"), place)
+    assert report_of(stocked, Blend(0.15)).policy == "selector"
+    assert report_of(stocked, Blend(0.15, "v")).policy == "v"
+    assert warnings_in(caplog) == []
+
+
+def test_a_selector_is_asked_at_the_check_layer_it_was_calibrated_for(
+    stocked: SyncClient, place: Path
+) -> None:
+    selectors.save(selector("mass.0.3", "mass.3.0", check_layer=3), place)
+    report = report_of(stocked, Blend(0.1, narrow=0.0))
+    assert report.policy == "selector" and report.by_layer == (256, 256, 256, 26, 26, 26, 26, 0)
+
+
+def _pipe(path: Path) -> None:
+    os.mkfifo(path)
+
+
+def _home_is_a_file(path: Path) -> None:
+    path.parent.rmdir()
+    path.parent.write_bytes(b"")
+
+
+UNUSABLE: dict[str, tuple[Callable[[Path], object], str]] = {
+    "no selector": (lambda path: path.write_text("{}"), "is no selector"),
+    "directory": (lambda path: path.mkdir(), "cannot be read: not a regular file"),
+    "pipe": (_pipe, "cannot be read: not a regular file"),
+    "endless": (lambda path: path.symlink_to("/dev/zero"), "cannot be read: not a regular file"),
+    "loop": (lambda path: path.symlink_to(path), "cannot be read: Too many levels of symbolic links"),
+    "home is a file": (_home_is_a_file, "cannot be read: Not a directory"),
+} | {
+    name: (lambda path, made=made: selectors.save(made, path), told)
+    for name, made, told in (
+        ("no such layer", selector("place", check_layer=99), "check_layer 99 leaves nothing to choose"),
+        ("nothing left to choose", selector("place", check_layer=7), "it must be in 1..6"),
+        ("looks too deep", selector("mass.2.0"), "must be in 0..1, the check layer"),
+        ("no such head", selector("place", "mass.1.8"), "'mass.1.8': this model has no such head"),
+        ("no such K/V head", selector("k.99"), "'k.99': this model has no such head"),
+        ("no number", selector("place", weights=(1e308,), bias=1e308), "scores would not be finite"),
+    )
+}
+
+
+@pytest.mark.parametrize(("write", "told"), UNUSABLE.values(), ids=UNUSABLE.keys())
+def test_a_selector_that_cannot_be_used_is_told_once_and_not_in_the_way(
+    write: Callable[[Path], object],
+    told: str,
+    stocked: SyncClient,
+    place: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write(place)
+    assert report_of(stocked, Blend(0.15)).policy == "kv"
+    again = prefill(ENGINE, ASKED, stocked, blend=Blend(0.15))
+    assert again.report is not None and again.report.policy == "kv"
+    (warning,) = warnings_in(caplog)
+    assert told in warning and str(place) in warning
+
+
+def test_a_home_that_cannot_be_searched_is_not_in_the_way(
+    stocked: SyncClient, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("HYPERCACHE_HOME", str(tmp_path / ("x" * 300)))
+    assert report_of(stocked, Blend(0.15)).policy == "kv"
+    assert "cannot be read: File name too long" in warnings_in(caplog)[0]
+    if os.geteuid() != 0:  # root may search everything
+        (tmp_path / "closed").mkdir(mode=0)
+        monkeypatch.setenv("HYPERCACHE_HOME", str(tmp_path / "closed"))
+        assert report_of(stocked, Blend(0.15)).policy == "kv"
+        assert "cannot be read: Permission denied" in warnings_in(caplog)[1]
+    cached._calibrated.cache_clear()
+
+
+def test_numbers_far_out_in_a_selector_are_no_warning(stocked: SyncClient, place: Path) -> None:
+    selectors.save(selector("v.0", "place", mean=(1e308, 0.0), scale=(1e-308, 1.0)), place)
+    assert report_of(stocked, Blend(0.15)).policy == "selector"
+
+
+def test_a_model_of_one_layer_is_told_that_a_blend_has_nothing_to_repair() -> None:
+    one = ReferenceModel(dataclasses.replace(ENGINE.config, layers=1))
+    with pytest.raises(SpecError, match="a model of one layer has nothing to repair"):
+        prefill(one, prompt(20), blend=Blend())
+    assert prefill(one, prompt(20)).kv.exact == 20
+
+
+def test_ids_outside_the_vocabulary_are_refused_with_their_place(stocked: SyncClient) -> None:
+    asked = ASKED.copy()
+    asked[300] = 512
+    with pytest.raises(TokenError, match=r"token 300 is 512; this model's token ids are in 0\.\.511"):
+        prefill(ENGINE, asked, stocked, blend=Blend())
 
 
 def test_segments_say_what_may_move(stocked: SyncClient) -> None:
