@@ -8,6 +8,7 @@ past for each step, since it grows by concatenation.)
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import inspect
 from collections.abc import Callable, Sequence
@@ -22,6 +23,7 @@ from transformers import DynamicCache
 from transformers.cache_utils import DynamicLayer, DynamicSlidingWindowLayer
 
 from hypercache.engines import LayerReady
+from hypercache.engines.loaded import check_buffers, check_place, check_run, reason
 from hypercache.engines.weights import weights_fingerprint
 from hypercache.errors import SpecError
 from hypercache.identity import commit
@@ -42,7 +44,8 @@ class TransformersEngine:
     assume_standard: as in :meth:`ModelSpec.from_hf_config`, for a ``model_type`` that it does not know.
     Raises SpecError that names what the cache cannot carry: what is no causal LM, encoder-decoders, models
     without RoPE or with one that depends on the prompt's length, recurrent or otherwise unknown cache layers,
-    models in training mode, other dtypes, devices other than the CPU.
+    models in training mode, other dtypes, devices other than the CPU; and a model that is not what its
+    config says: rotary frequencies that a cast rounded, K/V of another shape (one token is run).
     """
 
     def __init__(
@@ -69,10 +72,7 @@ class TransformersEngine:
         if not getattr(model, "can_generate", lambda: False)():
             raise SpecError(f"{name} has no logits; load it with transformers.AutoModelForCausalLM")
         _refuse_training(model, *model.modules())
-        if model.device.type != "cpu":
-            raise SpecError(
-                f"{name} is on {model.device}; this engine hands over host memory: use model.to('cpu')"
-            )
+        check_place(model)
         if model.dtype not in _DTYPES:
             raise SpecError(f"{name} computes in {model.dtype}; supported: {', '.join(map(str, _DTYPES))}")
         if weights is not None and adapter is None and hasattr(model, "peft_config"):
@@ -80,7 +80,11 @@ class TransformersEngine:
                 f"{name} carries adapter layers: pass adapter=Adapter(name, digest), or weights=None"
             )
         # Layers with a sliding window are kept whole here: the model masks what lies outside of it.
-        _check_cache_layers(name, DynamicCache(config=config), DynamicLayer, DynamicSlidingWindowLayer)
+        try:
+            kept = DynamicCache(config=config)
+        except Exception as error:  # windows and layer types that contradict each other
+            raise SpecError(f"{name}: its config allows for no cache: {reason(error)}") from error
+        _check_cache_layers(name, kept, DynamicLayer, DynamicSlidingWindowLayer)
         if weights is None:
             digest = _parameters_digest(model)
         else:
@@ -94,6 +98,17 @@ class TransformersEngine:
             name=name,
             assume_standard=assume_standard,
         )
+        self._check_rope()
+        if more := check_buffers(model, self.spec):
+            both = commit("transformers.weights", {"weights": digest, "buffers": more})
+            self.spec = dataclasses.replace(self.spec, weights=both)
+        check_run(model, self.spec)
+        self._last_only = (
+            {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
+        )
+
+    def _check_rope(self) -> None:
+        name = type(self.model).__name__
         for group in self.spec.groups:
             if group.rope.kind == "none":
                 raise SpecError(f"{name} has no rotary position embedding; only RoPE models are supported")
@@ -102,9 +117,6 @@ class TransformersEngine:
                     f"{name} rotates by {group.rope.kind!r} RoPE: here a prefix's keys depend on the "
                     "whole prompt's length, so they cannot be shared; set another rope_type in its config"
                 )
-        self._last_only = (
-            {"logits_to_keep": 1} if "logits_to_keep" in inspect.signature(model.forward).parameters else {}
-        )
 
     def run(
         self, ids: Sequence[int] | Array, kv: KVBuffers, start: int, layer_ready: LayerReady | None = None
@@ -231,6 +243,11 @@ def _to_numpy(layer: int, tensor: torch.Tensor) -> Array:
 def _parameters_digest(model: Any) -> bytes:
     digest = hashlib.blake2b(digest_size=32)
     for name, tensor in sorted(model.state_dict().items()):
+        if not isinstance(tensor, torch.Tensor) or tensor.is_quantized:
+            raise SpecError(
+                f"{type(model).__name__}: {name} is quantised or packed, which cannot be hashed; "
+                "pass weights= a digest of these very weights, or load the model without quantising it"
+            )
         fields = {"name": name, "dtype": str(tensor.dtype), "shape": tuple(tensor.shape)}
         digest.update(commit("transformers.parameter", fields))
         digest.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)

@@ -61,8 +61,10 @@ IDS = torch.randint(3, 120, (1, 50), generator=torch.Generator().manual_seed(7))
 
 def build(config: str, fields: dict[str, Any], dtype: Any = torch.float32) -> Any:
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**fields))
-    return model.to(dtype).eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        getattr(transformers, config)(**fields), dtype=dtype
+    )
+    return model.eval()
 
 
 @pytest.fixture(scope="module")
@@ -337,3 +339,83 @@ def test_a_type_that_is_not_known_needs_its_users_word() -> None:
     with pytest.raises(SpecError, match=r"model_type 'doge'.*assume_standard=True"):
         TransformersEngine(model)
     assert TransformersEngine(model, assume_standard=True).spec.num_layers == 3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize(
+    ("config", "fields"),
+    [
+        ("LlamaConfig", GQA),
+        ("Gemma3TextConfig", {**GQA, "head_dim": 16}),
+        ("GPTJConfig", {**GPT, "rotary_dim": 8}),
+    ],
+    ids=["llama", "gemma3", "gpt-j"],
+)
+def test_a_model_that_was_cast_as_a_whole_is_refused(
+    config: str, fields: dict[str, Any], dtype: Any, tmp_path: Any
+) -> None:
+    """The checkpoint is the same, its keys are not: they would be served to each other as exact."""
+    build(config, fields).save_pretrained(tmp_path)
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    for weights in (None, b"w" * 32, tmp_path):
+        assert TransformersEngine(load(tmp_path, dtype=dtype).eval(), weights=weights).spec.num_layers == 3
+        with pytest.raises(
+            SpecError, match=r"are torch\.\w+, not float32: .*from_pretrained\(\.\.\., dtype="
+        ):
+            TransformersEngine(load(tmp_path, dtype=torch.float32).to(dtype).eval(), weights=weights)
+        back = load(tmp_path, dtype=dtype).to(dtype).to(torch.float32)  # in float32, but rounded
+        with pytest.raises(SpecError, match=r"the rotary frequencies .* are not those of its config .*cast"):
+            TransformersEngine(back.eval(), weights=weights)
+
+
+def test_gemmas_factor_of_embeddings_is_in_no_checkpoint_either() -> None:
+    fields = {**GQA, "head_dim": 16, "hidden_size": 72}  # its root is no float16
+    model = build("Gemma3TextConfig", fields)
+    model.model.embed_tokens.embed_scale.data = model.model.embed_tokens.embed_scale.half().float()
+    with pytest.raises(SpecError, match=r"embed_scale is 8\.48\d*, not 8\.485\d* as torch\.float32 gives it"):
+        TransformersEngine(model)
+
+
+def test_buffers_that_no_checkpoint_holds_and_no_config_tells_of_are_in_the_identity() -> None:
+    def spec(offset: float | None) -> Any:
+        model = build("LlamaConfig", GQA)
+        if offset is not None:
+            model.model.register_buffer("steering", torch.full((4,), offset), persistent=False)
+        return TransformersEngine(model, weights=b"w" * 32).spec
+
+    plain, one, other = spec(None), spec(1.0), spec(2.0)
+    assert plain.weights == b"w" * 32  # nothing is added where nothing is to be told
+    assert len({each.fingerprint() for each in (plain, one, other)}) == 3
+    assert spec(1.0) == one
+
+
+def test_k_v_of_another_shape_than_the_config_tells_are_found_out() -> None:
+    with pytest.raises(
+        SpecError, match=r"keeps other K/V than its config says: layer 0.*heads must be 2, got 4"
+    ):
+        TransformersEngine(build("GPTNeoXConfig", GQA))  # which has no such key
+
+
+def test_models_that_do_not_lie_whole_in_memory_in_one_dtype_are_refused() -> None:
+    model = build("LlamaConfig", GQA)
+    model.model.layers[2].to("meta")
+    with pytest.raises(SpecError, match=r"model\.layers\.2\.\S+ is on meta, which holds no data"):
+        TransformersEngine(model)
+    for part in ("model.layers.2.self_attn", "model.layers.1.mlp", "lm_head"):
+        model = build("LlamaConfig", GQA)
+        model.get_submodule(part).to(torch.bfloat16)
+        with pytest.raises(
+            SpecError, match=rf"does not run, not even one token: RuntimeError.*{part}\.\S+ is torch.bf"
+        ):
+            TransformersEngine(model)
+
+
+@pytest.mark.filterwarnings("ignore:torch.quantize_per_tensor")
+def test_quantised_weights_need_a_digest() -> None:
+    layer = torch.nn.Linear(4, 4)
+    model = build("LlamaConfig", GQA)
+    weight = torch.quantize_per_tensor(layer.weight.detach(), 0.1, 0, torch.qint8)
+    model.model.register_buffer("packed", weight)
+    with pytest.raises(SpecError, match=r"model\.packed is quantised or packed.*pass weights="):
+        TransformersEngine(model)
+    assert TransformersEngine(model, weights=b"w" * 32).spec.weights == b"w" * 32
