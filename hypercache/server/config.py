@@ -30,7 +30,7 @@ PREFIX = "HYPERCACHE_"
 # Variables with the prefix that other parts of the product read. A name in neither list is a mistake.
 OTHER_VARIABLES = {
     "HYPERCACHE_CONFIG": "path of the server's TOML file, where --config is not given",
-    "HYPERCACHE_HOME": "where models and the fingerprints of weights are kept between runs",
+    "HYPERCACHE_HOME": "where models, the fingerprints of weights and calibrated selectors are kept",
     "HYPERCACHE_URI": "what the client connects to",
     "HYPERCACHE_TENANT": "the client's tenant",
     "HYPERCACHE_SECRET_FILE": "file with the client's tenant secret",
