@@ -242,7 +242,8 @@ def show(results: Mapping[str, Any], console: Console) -> None:
     console.print(table)
     console.print("  medians; FLOPs saved: of the prefix, which is all but Q; embeddings: standard deviation")
     console.print(
-        f"  recomputed: the set narrows by {said['narrow']:g} (Blend's default: {Blend().narrow:g}), {RATIO:.0%} on average"
+        f"  recomputed: {RATIO:.0%} on average; the set narrows by {said['narrow']:g} "
+        f"(Blend's default: {Blend().narrow:g})"
     )
     console.print(
         f"  keys moved {MOVE[0]} -> {MOVE[1]} are off by {results['rope']['max_abs_error']:.1e} at most"

@@ -21,7 +21,7 @@ from hypercache.server.settings import nearest
 COMMANDS = {
     "demo": ("hypercache.cli.demo", "two engine processes share the K/V of a real prompt"),
     "serve": ("hypercache.cli.serve", "run a cache server (also: hypercache-serve)"),
-    "benchmark": ("hypercache.cli.benchmark", "measure reuse, codecs, hashing, the engine and a live server here"),
+    "benchmark": ("hypercache.cli.benchmark", "measure reuse, codecs, hashing, engine and live server here"),
     "doctor": ("hypercache.cli.doctor", "self-test of a model: does moving its K/V work?"),
     "calibrate": ("hypercache.cli.calibrate", "learn for a model which reused tokens to recompute"),
     "config": ("hypercache.cli.config", "show the effective configuration and where it comes from"),
