@@ -1,4 +1,4 @@
-"""The one place for what engines keep between runs: models and the fingerprints of weights."""
+"""The one place for what engines keep between runs: models, fingerprints of weights, calibrated selectors."""
 
 from __future__ import annotations
 
