@@ -20,7 +20,7 @@ from hypercache.engines.compare import kl
 from hypercache.engines.reference import from_storage
 from hypercache.errors import SpecError
 from hypercache.kv import KVBuffers
-from hypercache.model import KVDtype
+from hypercache.model import KVDtype, ModelSpec
 
 Array = npt.NDArray[Any]
 
@@ -87,15 +87,26 @@ def measure(engine: Layered, documents: Sequence[Sequence[int]], question: Seque
     refusal = rope.refusal(engine.spec)
     shift: float | None = None
     if not refusal:
-        shift = shift_error(engine, stored[:64], SHIFT)
-        if not shift <= tolerance:
+        shift, refusal = shift_refusal(engine, stored[:64])
+        if not refusal and engine.shape.layers < 2:
             refusal = (
-                f"keys rotated by {SHIFT} positions differ from keys computed there by {shift:.1e} of the "
-                f"largest, more than the {tolerance:.0e} that rounding explains: the RoPE setting read from "
-                "its config is not what the model computes"
+                "a model of one layer has nothing to repair: its K/V depend on a token and its position alone"
             )
     order = {} if refusal else _reordered(engine, head, others, list(question))
     return Parity(prefix, PREFIX_TOLERANCE[dtype], shift, tolerance, order, refusal)
+
+
+def shift_refusal(engine: Layered, ids: Sequence[int]) -> tuple[float, str]:
+    """:func:`shift_error` over ``SHIFT`` positions, and why keys cannot be moved then; "" if they can."""
+    tolerance = TOLERANCE[engine.spec.layout(0).dtype]
+    shift = shift_error(engine, ids, SHIFT)
+    if shift <= tolerance:
+        return shift, ""
+    return shift, (
+        f"keys rotated by {SHIFT} positions differ from keys computed there by {shift:.1e} of the "
+        f"largest, more than the {tolerance:.0e} that rounding explains: the RoPE setting read from "
+        "its config is not what the model computes"
+    )
 
 
 def shift_error(engine: Layered, ids: Sequence[int], delta: int) -> float:
@@ -103,11 +114,12 @@ def shift_error(engine: Layered, ids: Sequence[int], delta: int) -> float:
 
     The largest difference of an element over the largest key, over one layer of each group.
 
-    Every layer is given the embeddings: RoPE is the same whatever comes in.
+    Every layer is given the embeddings: RoPE is the same whatever comes in. Memory: delta + n tokens of one
+    layer, however many the model has.
     """
     tokens = np.asarray(ids)
     n, spec = len(tokens), engine.spec
-    kv = KVBuffers.allocate(spec, delta + n)
+    kv = _one_layer(spec, delta + n)
     here, there = (engine.embed(tokens, np.arange(start, start + n)) for start in (0, delta))
     worst = 0.0
     for group in spec.groups:
@@ -122,6 +134,15 @@ def shift_error(engine: Layered, ids: Sequence[int], delta: int) -> float:
         computed = from_storage(kv.layer(layer)[which][:, delta : delta + n], layout.dtype, "float64")
         worst = max(worst, float(np.abs(moved - computed).max() / np.abs(computed).max()))
     return worst
+
+
+def _one_layer(spec: ModelSpec, tokens: int) -> KVBuffers:
+    """K/V whose layers of one layout all lie in the same memory: for who looks at one layer at a time."""
+    rooms = {
+        layout: [np.empty((layout.heads, tokens, part.dim), layout.dtype.storage) for part in layout.parts]
+        for layout in {group.layout for group in spec.groups}
+    }
+    return KVBuffers(spec, tokens, [rooms[spec.layout(layer)] for layer in range(spec.num_layers)])
 
 
 def moved(source: KVBuffers, pieces: Sequence[tuple[int, int, int]], tokens: int, rotate: bool) -> KVBuffers:
@@ -183,4 +204,10 @@ def _logits(engine: Layered, run: Blended, last: int) -> Array:
 
 
 def _prefill(engine: Layered, ids: list[int], kv: KVBuffers, exact: int) -> Array:
-    return blend.run(engine, ids, kv, exact, (), Blend(0.0)).logits
+    """Logits after ``ids``, of which the first ``exact`` lie in ``kv``; for models of one layer too."""
+    rows = engine.embed(np.asarray(ids[exact:]), np.arange(exact, len(ids)))
+    for layer in range(engine.shape.layers):
+        rows = engine.project(layer, rows)
+        engine.keep(layer, rows, kv)
+        rows = engine.attend(layer, rows, kv)
+    return engine.logits(engine.hidden(rows)[-1])

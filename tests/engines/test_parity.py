@@ -87,6 +87,13 @@ def test_moved_pieces_are_the_source_rotated_and_values_untouched() -> None:
     assert error < 1e-5  # layer 0 depends on the token and its position alone
 
 
+def test_moving_is_measured_in_the_memory_of_one_layer() -> None:
+    engine = ReferenceModel(ReferenceConfig(layers=30))
+    one = parity._one_layer(engine.spec, 100)
+    assert len({id(one.layer(layer)[0]) for layer in range(30)}) == 1
+    assert parity.shift_error(engine, DOCUMENTS[0], 100) < 1e-5
+
+
 def test_too_little_to_measure_with_is_refused() -> None:
     engine = ReferenceModel()
     for documents, question in ((DOCUMENTS[:2], QUESTION), ([*DOCUMENTS, []], QUESTION), (DOCUMENTS, [])):
