@@ -45,7 +45,7 @@ CODECS = ("raw", "fp8", "int8", "int4", "int4-plain")
 
 MAX_BLOCKS = 1 << 17  # a request: 2 million tokens at 16 a block, 2 MiB of digests
 MAX_PROBES = 1 << 17  # fingerprints a LOCATE: 1 MiB
-MAX_CHAINS = 1 << 14  # a FETCH: as many as one LOCATE finds at the most
+MAX_CHAINS = 1 << 12  # a FETCH: more runs than one LOCATE finds
 MAX_TOKENS = 1 << 31  # no prompt is longer: what a position may be
 MAX_STORE_BLOCKS = 1024  # a STORE: reserving takes about 10 us a block, and nobody else is served meanwhile
 MAX_LAYERS = 1024
@@ -328,7 +328,8 @@ ANSWERS: dict[int, int] = {
     Op.HELLO_OK: 4 << 10,
     Op.OPENED: 16 << 10,
     Op.MATCHED: 64,
-    Op.LOCATED: (MAX_CHAINS + 1) * (3 * DIGEST_BYTES + 32) + 64,  # each block a span of its own
+    # Two digests a block, of which each has 8 tokens or more; and what else a span has.
+    Op.LOCATED: MAX_PROBES // 8 * 2 * DIGEST_BYTES + MAX_CHAINS * (DIGEST_BYTES + 32) + 64,
     Op.FETCHING: MAX_CHAINS * 8 + 64,
     Op.LAYERS: MAX_FRAME_CHUNKS * 32 + 64,
     Op.FETCHED: 64,

@@ -8,6 +8,7 @@ step up the chain is enough as soon as an ancestor is held already.
 from __future__ import annotations
 
 import math
+import secrets
 from array import array
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
@@ -28,12 +29,14 @@ FREED: Final = 4
 class Tree:
     """The blocks of one namespace in one epoch. Clearing a namespace puts a new tree in its place."""
 
-    __slots__ = ("blocks", "busy", "committed", "live", "space", "windows")
+    __slots__ = ("blocks", "busy", "committed", "factor", "live", "mask", "space", "windows")
 
     def __init__(self, space: Namespace) -> None:
         self.space = space
         self.blocks: dict[bytes, Block] = {}
-        self.windows: dict[int, Block] = {}  # by fingerprint, the newest: see modular.py
+        self.windows: dict[int, Block] = {}  # by a fingerprint's key, the newest: see modular.py
+        self.mask = secrets.randbits(64)  # of the keys of fingerprints, and an odd factor
+        self.factor = secrets.randbits(64) | 1
         self.committed = 0  # blocks, visible while live
         self.busy = 0  # leases and open reservations
         self.live = True

@@ -23,10 +23,17 @@ if TYPE_CHECKING:
 
 MARK_NBYTES: Final = 24  # fingerprint (uint64, little-endian), modular digest (16 bytes)
 EITHER_END: Final = 4  # blocks of one fingerprint that are tried: so many of the newest, and of the oldest
-SEARCH_STEPS: Final = 1 << 17  # blocks and offsets looked at in one search: some tens of milliseconds ...
-_START_STEPS: Final = 4  # ... where to begin a run takes the time of so many
+SEARCH_STEPS: Final = 96 << 10  # of one search: about 20 ms. A block compared with a window is one step ...
+_OFFSET_STEPS: Final = 3  # ... a place where a run might begin, ...
+_START_STEPS: Final = 6  # ... a block that a run is tried from, ...
+_RUN_STEPS: Final = 28  # ... a run that is found, with its use and its place in the answer, ...
+_FOUND_STEPS: Final = 1  # ... and each block of it.
+_TWINS: Final = 64  # blocks of one fingerprint looked at to learn that no run can be longer
+
+_UINT64: Final = (1 << 64) - 1
 
 Fingerprints = npt.NDArray[np.uint64]
+Keys = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,18 +59,18 @@ class Located:
 
 
 class Sieve:
-    """Says of most fingerprints at once that no block has them: a Bloom filter with counts (Fan et al., 2000)
-    and one hash, the fingerprint's low bits.
-
-    It is as large as the index may ever need (8 to 16 bytes a block), so that it is never rebuilt; a count
-    that reaches 255 stays there, and is nothing worse than a false alarm.
+    """Says of most keys at once that no block has them: a Bloom filter with counts (Fan et al., 2000) and one
+    hash, a key's high bits. It is as large as the index may ever need (8 to 16 bytes a block), so that it is
+    never rebuilt. All trees share it: their keys have nothing in common, so none learns from it what another
+    holds.
     """
 
-    __slots__ = ("_array", "_counts", "_mask", "nbytes")
+    __slots__ = ("_array", "_counts", "_more", "nbytes", "shift")
 
     def __init__(self, blocks: int) -> None:
-        self.nbytes = 1 << (8 * max(blocks, 1) - 1).bit_length()
-        self._mask = self.nbytes - 1
+        bits = (8 * max(blocks, 1) - 1).bit_length()
+        self.nbytes = 1 << bits
+        self.shift = 64 - bits
         try:
             self._array = np.zeros(self.nbytes, np.uint8)  # pages that are never touched take no memory
         except MemoryError as error:
@@ -71,34 +78,51 @@ class Sieve:
                 f"no {self.nbytes} bytes of memory for the index; lower the memory setting or the load"
             ) from error
         self._counts = self._array.data
+        self._more: dict[int, int] = {}  # what is above 255
 
-    def add(self, fingerprint: int) -> None:
-        slot = fingerprint & self._mask
+    def add(self, key: int) -> None:
+        slot = key >> self.shift
         if self._counts[slot] < 255:
             self._counts[slot] += 1
+        else:
+            self._more[slot] = self._more.get(slot, 0) + 1
 
-    def discard(self, fingerprint: int) -> None:
-        slot = fingerprint & self._mask
-        if self._counts[slot] < 255:
+    def discard(self, key: int) -> None:
+        slot = key >> self.shift
+        more = self._more.pop(slot, 0)
+        if more > 1:
+            self._more[slot] = more - 1
+        elif not more:
             self._counts[slot] -= 1
 
-    def passes(self, fingerprints: Fingerprints) -> npt.NDArray[np.bool_]:
-        """Which of them some block may have; never one that is 0."""
-        slots = (fingerprints & np.uint64(self._mask)).astype(np.intp)
-        passed: npt.NDArray[np.bool_] = (self._array[slots] != 0) & (fingerprints != 0)
+    def passes(self, keys: Keys) -> npt.NDArray[np.bool_]:
+        """Which of them some block may have."""
+        slots = (keys >> np.uint64(self.shift)).view(np.int64)
+        passed: npt.NDArray[np.bool_] = self._array[slots] != 0
         return passed
+
+
+def key(tree: Tree, fingerprint: int) -> int:
+    """What a fingerprint is filed under. Writers choose their fingerprints, so this is a hash with secrets of
+    the tree (multiply-shift, Dietzfelbinger et al., 1997), one to one: nobody can aim at a slot."""
+    return (fingerprint ^ tree.mask) * tree.factor & _UINT64
+
+
+def keys(tree: Tree, fingerprints: Fingerprints) -> Keys:
+    """:func:`key` of each."""
+    return (fingerprints ^ np.uint64(tree.mask)) * np.uint64(tree.factor)
 
 
 def enter(block: Block, sieve: Sieve) -> None:
     """A block has become visible: the newest of its fingerprint. Nothing happens if it has no mark."""
     if not block.fingerprint:
         return
-    heads = block.tree.windows
-    newest = heads.get(block.fingerprint)
-    heads[block.fingerprint] = block
+    heads, filed = block.tree.windows, key(block.tree, block.fingerprint)
+    newest = heads.get(filed)
+    heads[filed] = block
     if newest is None:
         block.newer = block.older = block
-        sieve.add(block.fingerprint)
+        sieve.add(filed)
         return
     oldest = newest.newer  # the ring's ends touch
     assert oldest is not None
@@ -111,14 +135,14 @@ def leave(block: Block, sieve: Sieve) -> None:
     newer, older = block.newer, block.older
     if newer is None or older is None:
         return
-    heads = block.tree.windows
+    heads, filed = block.tree.windows, key(block.tree, block.fingerprint)
     if older is block:
-        del heads[block.fingerprint]
-        sieve.discard(block.fingerprint)
+        del heads[filed]
+        sieve.discard(filed)
     else:
         newer.older, older.newer = older, newer
-        if heads[block.fingerprint] is block:
-            heads[block.fingerprint] = older
+        if heads[filed] is block:
+            heads[filed] = older
     block.newer = block.older = None
 
 
@@ -129,24 +153,32 @@ def find(
     begins, the longest. ``fingerprints[i]`` is that of the window at token ``first + i``.
 
     Of equally long ones that wins which was computed at the start of its prompt, then the newest. Returns
-    False beside them if the search was cut short.
+    False beside them if the search was cut short after ``SEARCH_STEPS``; so there are a few thousand at most.
     """
     size = tree.space.info.block_size
-    fits = _fits(sieve.passes(fingerprints), size, least)
+    filed = keys(tree, fingerprints)
+    fits = _fits(sieve.passes(filed) & (fingerprints != 0), size, least)
     begin = max(start - first, 0)
     offsets = (np.flatnonzero(fits[begin:]) + begin).tolist()
-    search = _Search(tree, fingerprints.data)
+    search = _Search(tree, fingerprints.data, filed.data)
     runs: list[Run] = []
     index = 0
-    while index < len(offsets) and search.steps > 0:
+    while index < len(offsets):
         offset = offsets[index]
-        blocks = search.longest(offset)
+        newest = search.newest(offset)
+        if newest is None:  # a false alarm costs no step: what others hold does not show
+            index += 1
+            continue
+        if search.steps <= 0:
+            return runs, False
+        blocks = search.longest(newest, offset)
         if len(blocks) < least:
             index += 1
             continue
+        search.steps -= _RUN_STEPS + _FOUND_STEPS * len(blocks)
         runs.append(Run(first + offset, blocks[0].depth * size, blocks))
         index = bisect_left(offsets, offset + len(blocks) * size, index)
-    return runs, search.steps > 0
+    return runs, True
 
 
 def _fits(passes: npt.NDArray[np.bool_], size: int, least: int) -> npt.NDArray[np.bool_]:
@@ -161,42 +193,52 @@ def _fits(passes: npt.NDArray[np.bool_], size: int, least: int) -> npt.NDArray[n
 
 
 class _Search:
-    __slots__ = ("_fingerprints", "_size", "_windows", "steps")
+    __slots__ = ("_fingerprints", "_keys", "_size", "_windows", "steps")
 
-    def __init__(self, tree: Tree, fingerprints: memoryview) -> None:
+    def __init__(self, tree: Tree, fingerprints: memoryview, filed: memoryview) -> None:
         self._fingerprints = fingerprints
+        self._keys = filed
         self._size = tree.space.info.block_size
         self._windows = tree.windows
         self.steps = SEARCH_STEPS  # left
 
-    def longest(self, offset: int) -> list[Block]:
-        """The best run that begins at ``offset``; maybe none."""
-        self.steps -= 1
-        newest = self._windows.get(self._fingerprints[offset])
+    def newest(self, offset: int) -> Block | None:
+        """The newest block that holds the window at ``offset``."""
+        return self._windows.get(self._keys[offset])
+
+    def longest(self, newest: Block, offset: int) -> list[Block]:
+        """The best run that begins at ``offset``, of those found before the steps are used up; maybe none.
+        ``newest``: the newest block there."""
+        self.steps -= _OFFSET_STEPS
         best: list[Block] = []
-        for block in [] if newest is None else _both_ends(newest):
+        for block in _both_ends(newest):
+            run = self._run(block, offset)
             if self.steps <= 0:
                 break
-            run = self._run(block, offset)
-            if len(run) > len(best) or (len(run) == len(best) and best[0].depth and not block.depth):
+            if len(run) > len(best):
                 best = run
+                if self._ends(offset + len(run) * self._size):
+                    break  # text that is stored in many contexts costs about what it costs in one
         return best
 
     def _run(self, block: Block, offset: int) -> list[Block]:
         run = [block]
         self.steps -= _START_STEPS
         for at in range(offset + self._size, len(self._fingerprints), self._size):
-            child = self._child(run[-1], self._fingerprints[at])
+            child = self._child(run[-1], at)
             if child is None:
                 break
             run.append(child)
         return run
 
-    def _child(self, block: Block, fingerprint: int) -> Block | None:
-        """The child that holds this window: looked for among the children and among the blocks that hold it
-        at the same time, so that it costs what the fewer of them cost."""
-        newest = twin = self._windows.get(fingerprint)
-        child = block.child
+    def _child(self, block: Block, at: int) -> Block | None:
+        """The child that holds the window at offset ``at``: looked for among the children and among the
+        blocks that hold it at the same time, so that it costs what the fewer of them cost."""
+        self.steps -= 1
+        fingerprint, child = self._fingerprints[at], block.child
+        if child is None or (child.fingerprint == fingerprint and child.older is not None):
+            return child
+        newest = twin = self.newest(at)
         while child is not None and twin is not None and self.steps > 0:
             self.steps -= 1
             if child.fingerprint == fingerprint and child.older is not None:
@@ -207,10 +249,29 @@ class _Search:
             twin = twin.older if twin.older is not newest else None
         return None
 
+    def _ends(self, at: int) -> bool:
+        """Whether no block that holds the window at offset ``at`` stands behind one that holds the window
+        before it: then nothing goes on from there, whatever the context."""
+        if at >= len(self._fingerprints):
+            return True
+        before = self._fingerprints[at - self._size]
+        newest = twin = self.newest(at)
+        for _ in range(_TWINS):
+            if twin is None:
+                return True
+            self.steps -= 1
+            if twin.parent is not None and twin.parent.fingerprint == before:
+                return False
+            twin = twin.older if twin.older is not newest else None
+        return twin is None
+
 
 def _both_ends(newest: Block) -> list[Block]:
-    """Some blocks of a ring, newest first. The oldest are among them for the sake of text that repeats: the
-    first block of a long repetition is its oldest, and begins the longest run."""
+    """Some blocks of a ring: those that begin their prompt, then the others, newest first. The oldest are
+    among them for the sake of text that repeats: the first block of a long repetition is its oldest, and
+    begins the longest run."""
+    if newest.older is newest:
+        return [newest]
     new = [newest]
     node = newest.older
     while node is not None and node is not newest and len(new) < EITHER_END:
@@ -221,4 +282,4 @@ def _both_ends(newest: Block) -> list[Block]:
     while node is not None and node is not new[-1] and len(old) < EITHER_END:
         old.append(node)
         node = node.newer
-    return new + old[::-1]
+    return sorted(new + old[::-1], key=lambda block: block.depth > 0)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from hypercache.errors import StoreFull
 from hypercache.store import Block, BlockStore, Lease, Namespace, NamespaceInfo, Reservation, Skip
 from hypercache.store.index import COMMITTED, COMPLETE, DOOMED, FREED, PENDING
+from hypercache.store.modular import key
 from hypercache.store.room import index_nbytes, namespace_nbytes
 
 MIB = 1 << 20
@@ -165,11 +166,11 @@ def audit_windows(store: BlockStore, blocks: Iterable[Block]) -> None:
     slots: Counter[int] = Counter()
     sieve = store._room.sieve
     for tree in {block.tree for block in blocks} | set(store._trees.values()):
-        for fingerprint, newest in tree.windows.items():
-            slots[fingerprint & (sieve.nbytes - 1)] += 1
+        for filed, newest in tree.windows.items():
+            slots[filed >> sieve.shift] += 1
             node = newest
             while True:
-                assert node.fingerprint == fingerprint and node.tree is tree
+                assert key(tree, node.fingerprint) == filed and node.tree is tree
                 assert node.older is not None and node.older.newer is node
                 found.append(node)
                 node = node.older
@@ -179,4 +180,4 @@ def audit_windows(store: BlockStore, blocks: Iterable[Block]) -> None:
     assert set(found) == {block for block in blocks if block.state == COMMITTED and block.fingerprint}
     assert all((block.newer is None) == (block.older is None) == (block not in found) for block in blocks)
     counts = sieve._array
-    assert {int(slot): int(counts[slot]) for slot in counts.nonzero()[0]} == slots
+    assert {int(slot): int(counts[slot]) + sieve._more.get(slot, 0) for slot in counts.nonzero()[0]} == slots

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hypercache import keys
+from hypercache import keys, protocol
 from hypercache.errors import SpecError
 from hypercache.fingerprint import fingerprints, marks
 from hypercache.store import (
@@ -25,7 +25,7 @@ from hypercache.store import (
     Reservation,
     Run,
 )
-from hypercache.store.modular import EITHER_END, Sieve
+from hypercache.store.modular import EITHER_END, SEARCH_STEPS, Sieve
 
 from .conftest import Make
 from .kit import MIB, audit, chain, info, intact, put, write
@@ -417,41 +417,129 @@ def test_the_work_of_a_search_has_an_end(make: Make) -> None:
     behind = np.concatenate([np.full(20_000, 7), shelf.add(words(50, 160))])  # what comes too late
     assert spans(shelf.ask(behind, least=4)) == []
     assert spans(shelf.ask(behind, least=4, first=19_000)) == [(20_000, 0, 10)]
-    found = shelf.store.locate(shelf.ns, [], 0, asked, 3, 0.0)  # each is found, and the next begins behind it
-    assert found.complete and sum(len(run.blocks) for run in found.runs) == 8190
+    found = shelf.store.locate(shelf.ns, [], 0, asked[:16_384], 3, 0.0)  # the next begins behind each
+    assert found.complete and sum(len(run.blocks) for run in found.runs) == 341 * 3
 
 
-def test_fingerprints_that_only_look_stored_cost_a_step_each(shelf: Shelf) -> None:
-    shelf.add(words(1, 16))
-    (known,) = fingerprints(shelf.keys, TENANT, words(1, 16)).tolist()
-    alike = np.full(200_000, known ^ 1 << 63, np.uint64)  # passes the sieve, which looks at low bits
-    located = shelf.store.locate(shelf.ns, [], 0, alike, 1, 0.0)
-    assert located.runs == [] and not located.complete
+def test_runs_cost_and_what_was_not_looked_at_is_said(make: Make) -> None:
+    """A window for each token, each another block: thousands of runs of one block, in one legal request."""
+    store = make(64 * MIB)
+    ns = store.open_namespace(info("a", (1,), 8))
+    values = [n * 0x9E3779B97F4A7C15 % 2**64 for n in range(1, 2049)]
+    digests = chain("p", len(values))
+    assert set(put(store, ns, digests, 0.0, None, [mark(value) for value in values])) == {"stored"}
+    asked = np.random.default_rng(1).permutation(np.tile(np.array(values, np.uint64), 64))
+    located = store.locate(ns, [], 0, asked, 1, 0.0)
+    assert not located.complete
+    assert 1000 < len(located.runs) < protocol.MAX_CHAINS  # all can be fetched by one request
+    last = located.runs[-1]
+    rest = store.locate(ns, [], 0, asked[: last.at + 1], 1, 0.0)
+    assert rest.runs == located.runs and rest.complete  # the more is asked, the less of it is looked at
+    assert SEARCH_STEPS // 32 < protocol.MAX_CHAINS
+
+
+@pytest.mark.parametrize("size", [8, 16])
+def test_a_long_prompt_of_known_documents_is_searched_to_its_end(make: Make, size: int) -> None:
+    """131,072 tokens, each document stored in 20 contexts: it costs about what it costs stored once."""
+    shelf = Shelf(make(512 * MIB), size, nbytes=1)
+    documents = [words(seed, 1024) for seed in range(8)]
+    for context in range(20):
+        for document in documents:
+            shelf.add(words(100 + context, context * size), document)
+    order = np.random.default_rng(7).integers(0, len(documents), 125)
+    asked = np.concatenate([part for n in order for part in (words(1000 + int(n), 24), documents[n])])
+    located = shelf.ask(asked, least=64 // size)
+    assert len(asked) == 131_000 and located.complete
+    assert [(run.at, run.source, len(run.blocks) * size) for run in located.runs] == [
+        (24 + 1048 * n, 0, 1024) for n in range(125)
+    ]
+
+
+def test_a_longer_run_is_found_whichever_context_has_it(shelf: Shelf) -> None:
+    """The isolated one is tried first; another one goes on where it ends, behind many that do not."""
+    document, more = words(1, 64), words(2, 64)
+    shelf.add(words(3, 16), document, more)
+    for context in range(3):
+        shelf.add(words(10 + context, 32), document, words(20 + context, 16))
+    shelf.add(document)
+    for context in range(70):
+        shelf.add(words(100 + context, 16), more)
+    assert spans(shelf.ask(words(9, 5), document, more)) == [(5, 16, 8)]
+    assert spans(shelf.ask(words(9, 5), document)) == [(5, 0, 4)]
+
+
+# --- the sieve -----------------------------------------------------------------------------------------
+
+
+def test_nobody_learns_what_others_store(store: BlockStore) -> None:
+    """A legal question about ones own namespace has the same answer whatever another tenant has stored."""
+    mine, theirs = Shelf(store, name="mine"), Shelf(store, name="theirs")
+    mine.add(words(1, 16))
+    victim = theirs.add(words(2, 160))
+    before = [np.full(131_072, value, np.uint64) for value in fingerprints(theirs.keys, TENANT, victim)[:8]]
+    for asked in before:
+        for probe in (asked, asked ^ np.uint64(1 << 63), asked ^ np.uint64(1 << 20)):
+            assert store.locate(mine.ns, [], 0, probe, 1, 0.0) == Located(0, [], True)
+
+
+def test_false_alarms_of_the_sieve_do_not_show(shelf: Shelf) -> None:
+    document = shelf.add(words(1, 160))
+    asked = np.random.default_rng(3).integers(1, 1 << 63, 131_072).astype(np.uint64)
+    asked[-160:] = 0
+    asked[-160 : -160 + 145] = fingerprints(shelf.keys, TENANT, document)
+    shelf.store._room.sieve._array[:] += np.uint8(1)  # every slot is taken
+    located = shelf.store.locate(shelf.ns, [], 0, asked, 4, 0.0)
+    assert located.complete and spans(located) == [(131_072 - 160, 0, 10)]
+    shelf.store._room.sieve._array[:] -= np.uint8(1)
+
+
+def test_equal_bits_of_fingerprints_mean_nothing() -> None:
+    """Whoever chooses fingerprints fills no slot of the sieve with them, nor does it know whose it fills."""
+    store = BlockStore(8 * MIB)
+    sieve, spaces = store._room.sieve, [store.open_namespace(info(name, (1,))) for name in "ab"]
+    low = [mark((n << 40) + 5) for n in range(1, 201)]
+    high = [mark(5 + n) for n in range(200)]
+    for ns, marked in zip(spaces, (low, high), strict=True):
+        for n, one in enumerate(marked):
+            assert put(store, ns, chain(f"{n}", 1), 0.0, None, [one]) == ["stored"]
+        assert int(sieve._array.max()) <= 8
+    slots = [{key >> sieve.shift for key in tree.windows} for tree in store._trees.values()]
+    assert all(len(mine) > 150 for mine in slots)
+    for ns in spaces:
+        store.clear(ns)
+    store.sweep(0.0)
+    assert not sieve._array.any()
+    store.close()
 
 
 @given(st.lists(st.tuples(st.booleans(), st.integers(0, 40)), max_size=200))
 def test_the_sieve_never_misses(steps: Sequence[tuple[bool, int]]) -> None:
     sieve = Sieve(1)
     has: list[int] = []
-    for adds, fingerprint in steps:
+    for adds, number in steps:
         if adds:
-            sieve.add(fingerprint)
-            has.append(fingerprint)
-        elif fingerprint in has:
-            sieve.discard(fingerprint)
-            has.remove(fingerprint)
-    passes = sieve.passes(np.arange(41, dtype=np.uint64))
-    low = {fingerprint % sieve.nbytes for fingerprint in has}
-    assert passes.tolist() == [n > 0 and n % sieve.nbytes in low for n in range(41)]
+            sieve.add(number << 58)
+            has.append(number)
+        elif number in has:
+            sieve.discard(number << 58)
+            has.remove(number)
+    passes = sieve.passes(np.arange(41, dtype=np.uint64) << np.uint64(58))
+    slots = {number << 58 >> sieve.shift for number in has}
+    assert passes.tolist() == [number << 58 >> sieve.shift in slots for number in range(41)]
 
 
-def test_a_full_counter_of_the_sieve_stays_full() -> None:
-    sieve = Sieve(1)
-    for _ in range(300):
-        sieve.add(8)
-    for _ in range(299):
-        sieve.discard(8)
-    assert sieve.passes(np.array([8, 16, 9], np.uint64)).tolist() == [True, True, False]
+def test_a_slot_of_the_sieve_counts_as_far_as_it_must() -> None:
+    """No count sticks: what is gone raises no alarm, however many there were."""
+    sieve, keys_ = Sieve(1), np.array([1, 1 << 63], np.uint64)
+    for count in (300, 255, 256, 700):
+        for _ in range(count):
+            sieve.add(1)
+        for _ in range(count - 1):
+            sieve.discard(1)
+            assert sieve.passes(keys_).tolist() == [True, False]
+        sieve.discard(1)
+        assert sieve.passes(keys_).tolist() == [False, False]
+        assert not sieve._more
 
 
 def test_the_sieve_counts_in_the_capacity(store: BlockStore) -> None:
