@@ -4,7 +4,7 @@ Prompts of 4 to 6 passages and a question are prefilled and stored; the same pas
 another question, are then matched, fetched over TCP (rotated to their new places) and repaired. Against full
 prefill: KL and top-1 of the next token, and whether a greedy continuation of 16 tokens is the same.
 
-    python tools/reuse_quality.py [--prompts 30] [--codecs raw,fp8,int8,int4,int4-plain] [--json FILE]
+    python tools/reuse_quality.py [--prompts 30] [--codecs raw,fp8,...] [--policies kv,learned,...] [--json FILE]
     python tools/reuse_quality.py --plot FILE.json     # table (Markdown) on stdout, plot beside the file
 """
 
@@ -39,12 +39,13 @@ RATIOS = (0.05, 0.15, 0.30)
 POLICIES = ("kv", "k", "v", "attention", "boundary", "random", "learned")
 
 
-def measure(loaded: Loaded, codecs: list[str], count: int, seed: int) -> dict[str, Any]:
+def measure(loaded: Loaded, codecs: list[str], policies: list[str], count: int, seed: int) -> dict[str, Any]:
     """Rows by codec and method; each a list of one record a prompt."""
     assert loaded.encode is not None
     engine = loaded.engine
     rows: dict[str, dict[str, list[dict[str, float]]]] = {codec: {} for codec in codecs}
-    policies = [name for name in POLICIES if name != "learned" or learned(loaded) is not None]
+    if "learned" in policies and learned(loaded) is None:
+        raise SystemExit("no selector: run hypercache calibrate, or leave 'learned' out of --policies")
     began = time.monotonic()
     with local_server("3GiB") as server:
         clients = {
@@ -156,6 +157,17 @@ def summary(rows: dict[str, dict[str, list[dict[str, float]]]]) -> dict[str, Any
     return out
 
 
+def add(before: dict[str, Any], results: dict[str, Any]) -> None:
+    """Rows measured earlier on the same prompts. Exits where they were others."""
+    for key in ("model", "prompts", "seed", "python"):
+        if before[key] != results[key]:
+            raise SystemExit(
+                f"the file's {key} is {before[key]!r}, not {results[key]!r}: choose another file"
+            )
+    for codec, methods in before["codecs"].items():
+        results["codecs"][codec] = {**methods, **results["codecs"].get(codec, {})}
+
+
 def table(results: dict[str, Any]) -> str:
     """Markdown, one table a codec."""
     lines = []
@@ -215,15 +227,17 @@ def main() -> None:
     parser.add_argument("--model", default="smollm2", help="as in hypercache doctor --help")
     parser.add_argument("--prompts", type=int, default=30)
     parser.add_argument("--codecs", default="raw,fp8,int8,int4,int4-plain")
+    parser.add_argument("--policies", default=",".join(POLICIES))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the results here")
+    parser.add_argument("--json", type=Path, help="write the results here; rows of such a file are added to")
     parser.add_argument("--plot", type=Path, help="only show results written before")
     args = parser.parse_args()
     if args.plot is not None:
         results = json.loads(args.plot.read_text())
     else:
         loaded = load(args.model, "float32", lambda line: print(line, file=sys.stderr))
-        rows = measure(loaded, args.codecs.split(","), args.prompts, args.seed)
+        codecs, policies = args.codecs.split(","), args.policies.split(",")
+        rows = measure(loaded, codecs, policies, args.prompts, args.seed)
         results = {
             "model": loaded.name,
             "prompts": args.prompts,
@@ -232,6 +246,8 @@ def main() -> None:
             "codecs": summary(rows),
         }
         if args.json is not None:
+            if args.json.exists():
+                add(json.loads(args.json.read_text()), results)
             args.json.write_text(json.dumps(results, indent=1))
     print(table(results))
     where = args.plot or args.json
