@@ -7,6 +7,7 @@ differently (layers, parts, heads, tokens, dims, dtype, strides) is checked once
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +29,9 @@ class KVBuffers:
     ``layout.dtype.storage`` (bf16 as uint16, fp8 as uint8), innermost axis contiguous, other strides free.
 
     ``exact`` of the tokens may be stored: K/V that were computed in another context, and all that was
-    computed behind them, only approximate the prompt's own, and would poison every later hit.
+    computed behind them, only approximate the prompt's own, and would poison every later hit. One memory has
+    one KVBuffers, and windows of it: a second one over the same arrays cannot know what came through the
+    first, and begins as exact (say :meth:`mark_approximate`).
     """
 
     __slots__ = ("_exact", "_first", "_layers", "spec", "tokens")
@@ -43,13 +46,13 @@ class KVBuffers:
         self.tokens = count("KVBuffers: tokens", tokens, 0)
         self._layers = _checked(spec, self.tokens, layers)
         self._first = 0
-        self._exact = _Exact(self.tokens)
+        self._exact = Exactness(self.tokens)
 
     @classmethod
     def _trusted(cls, spec: ModelSpec, tokens: int, layers: Sequence[tuple[Array, ...]]) -> KVBuffers:
         made = cls.__new__(cls)
         made.spec, made.tokens, made._layers = spec, tokens, layers
-        made._first, made._exact = 0, _Exact(tokens)
+        made._first, made._exact = 0, Exactness(tokens)
         return made
 
     def layer(self, i: int) -> tuple[Array, ...]:
@@ -76,26 +79,35 @@ class KVBuffers:
     def exact(self) -> int:
         """Leading tokens whose K/V may be stored: all of them, unless approximate ones were put there.
 
-        A fetch of modular spans puts it to the first token of these, a fetch from token 0 on anew begins with
-        all; an engine that computes over what was there says so by :meth:`mark_exact`.
+        A fetch of modular spans lowers it to the first token of these that came; whatever else happens to
+        such a fetch, nothing takes that back but :meth:`mark_exact` of an engine that computed over them, or
+        a fetch of all layers from token 0 on, which makes those tokens exact that it brought.
         """
         return min(max(self._exact.end - self._first, 0), self.tokens)
 
     def mark_exact(self, tokens: int) -> None:
-        """The K/V of the first ``tokens`` tokens are exact, or will be when they are computed.
+        """The K/V of the first ``tokens`` tokens are exact: they were computed over nothing approximate.
 
-        Of all tokens, where nothing approximate is kept. Changes nothing where more are exact already, and
-        where tokens before those of this window are not: what follows them cannot be exact.
+        Changes nothing where more are exact already, and where tokens before those of this window are not:
+        what follows them cannot be exact. What is fetched into them later counts again.
         """
         end = self._first + count("KVBuffers.mark_exact: tokens", tokens, 0)
         if tokens > self.tokens:
             raise SpecError(f"mark_exact({tokens}): these K/V hold {self.tokens} tokens")
-        if self._exact.end >= self._first:
-            self._exact.end = max(self._exact.end, end)
+        self._exact.mark(self._first, end)
 
     def mark_approximate(self, first: int) -> None:
         """The K/V from token ``first`` on are approximate: they are not stored."""
-        self._exact.end = min(self._exact.end, self._first + count("mark_approximate: first", first, 0))
+        self._exact.lower(self._first + count("mark_approximate: first", first, 0))
+
+    def arriving(self, exact: int, approximate: int | None) -> Arrival:
+        """For who fetches: K/V are on their way into all layers of the first ``exact`` tokens, or into so
+        many as to tell nothing (0); approximate ones to no token before ``approximate`` (None: none)."""
+        return Arrival(
+            self._exact,
+            0 if self._first else exact,  # a prompt that begins here does not go on from what is before it
+            None if approximate is None else self._first + approximate,
+        )
 
     @property
     def nbytes(self) -> int:
@@ -125,7 +137,10 @@ class KVBuffers:
 
     @classmethod
     def wrap(cls, spec: ModelSpec, layers: Sequence[Sequence[Array]]) -> KVBuffers:
-        """The constructor for who need not say how many tokens: as many as the first array has."""
+        """The constructor for who need not say how many tokens: as many as the first array has.
+
+        All of them count as exact: wrap a memory once, or call :meth:`mark_approximate`.
+        """
         first: Any = layers
         for _ in range(2):
             first = first[0] if isinstance(first, (list, tuple)) and first else None
@@ -137,13 +152,76 @@ class KVBuffers:
         return f"<KVBuffers {self.spec.name!r} {size}>"
 
 
-class _Exact:
-    """Where the exact K/V of one memory end; one for all windows on it."""
+_MARKS = threading.Lock()  # engines mark in their threads, fetches in that of the client's loop
 
-    __slots__ = ("end",)
+
+class Exactness:
+    """Where the exact K/V of one memory end, in tokens (or rows); one for all windows on it.
+
+    Whatever approximates lowers it before it is written. It is raised by who computed (:meth:`mark`), and by
+    exact K/V that came, as far as nothing approximate was written there since they set out.
+    """
+
+    __slots__ = ("_arrivals", "_end")
 
     def __init__(self, end: int) -> None:
-        self.end = end
+        self._end = end
+        self._arrivals: list[Arrival] = []
+
+    @property
+    def end(self) -> int:
+        """While approximate K/V are on their way, no farther than to where they go."""
+        with _MARKS:
+            ways = [arrival.approximate for arrival in self._arrivals if arrival.approximate is not None]
+            return min([*ways, self._end])
+
+    def lower(self, end: int) -> None:
+        with _MARKS:
+            self._end = min(self._end, end)
+            for arrival in self._arrivals:
+                arrival.exact = min(arrival.exact, end)
+
+    def mark(self, first: int, end: int) -> None:
+        with _MARKS:
+            if self._end >= first:
+                self._end = max(self._end, end)
+
+    def begins(self, arrival: Arrival) -> None:
+        with _MARKS:
+            self._arrivals.append(arrival)
+
+    def has(self, arrival: Arrival, exact: int) -> None:
+        with _MARKS:
+            others = [other.approximate for other in self._arrivals if other is not arrival]
+            ways = [way for way in others if way is not None]
+            self._end = max(self._end, min([exact, arrival.exact, *ways]))
+
+    def ends(self, arrival: Arrival) -> None:
+        with _MARKS:
+            self._arrivals.remove(arrival)
+
+
+class Arrival:
+    """What one fetch may do to a memory, see :meth:`KVBuffers.arriving`.
+
+    Until it is :meth:`over`, nothing counts as exact from ``approximate`` on.
+    """
+
+    __slots__ = ("_exactness", "approximate", "exact")
+
+    def __init__(self, exactness: Exactness, exact: int, approximate: int | None) -> None:
+        self._exactness = exactness
+        self.exact = exact
+        self.approximate = approximate
+        exactness.begins(self)
+
+    def placed(self, exact: int) -> None:
+        """The first ``exact`` tokens are in place in all layers."""
+        self._exactness.has(self, exact)
+
+    def over(self) -> None:
+        """Nothing more comes."""
+        self._exactness.ends(self)
 
 
 def _checked(spec: ModelSpec, tokens: int, layers: Sequence[Sequence[Array]]) -> Sequence[tuple[Array, ...]]:

@@ -12,11 +12,11 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from hypercache import protocol, rope
+from hypercache import checks, protocol, rope
 from hypercache.client.plan import Stretch
 from hypercache.codecs.base import Codec
 from hypercache.errors import SpecError
-from hypercache.kv import KVBuffers
+from hypercache.kv import Arrival, Exactness, KVBuffers
 from hypercache.model import ModelSpec
 
 Bytes = npt.NDArray[np.uint8]
@@ -73,8 +73,11 @@ class ChunkPort(Protocol):
     """One sequence's chunks, addressed by layer and row: its blocks in the order in which they travel."""
 
     blocks: int
-    exact: int  # how many of them may be stored
     borrowed: bool  # whether what lend() gives is the caller's own memory, not a copy
+
+    @property
+    def exact(self) -> int:
+        """How many of them may be stored, as of now: a fetch may lower it at any time."""
 
     def check_writable(self) -> None:
         """Raises SpecError that names the layer whose memory cannot be written."""
@@ -100,9 +103,10 @@ class ChunkBuffers:
     turned: that is left to whoever decodes them (``Codec.decode`` with ``rope.turn(rope, span.delta)``).
     Bytes of a fetch that fails are unspecified, as with any caller memory: use what FetchResult names.
     Stored bytes are sent from where they are: they must not change before the store's result is there.
-    """
 
-    borrowed = True
+    ``exact`` of the rows may be stored: those before the first that came from another context. As with
+    KVBuffers, one memory has one ChunkBuffers.
+    """
 
     def __init__(self, layers: Sequence[Bytes]) -> None:
         if not layers:
@@ -118,35 +122,80 @@ class ChunkBuffers:
                     f"ChunkBuffers layer {index} has {layer.shape[0]} blocks, layer 0 {layers[0].shape[0]}"
                 )
         self._layers = [as_bytes(layer) for layer in layers]
-        self._sizes = [int(layer.shape[1]) for layer in layers]
+        self.sizes = [int(layer.shape[1]) for layer in layers]  # bytes of a chunk, a layer
         self.blocks = int(layers[0].shape[0])
-        self.exact = self.blocks  # rows that hold what their place in a prompt says, and may be stored
+        self._exact = Exactness(self.blocks)
+
+    @property
+    def exact(self) -> int:
+        """Leading rows that may be stored; as :attr:`KVBuffers.exact`, in rows."""
+        return self._exact.end
+
+    def mark_exact(self, rows: int) -> None:
+        """The first ``rows`` rows hold K/V that were computed over nothing approximate."""
+        if checks.count("ChunkBuffers.mark_exact: rows", rows, 0) > self.blocks:
+            raise SpecError(f"mark_exact({rows}): these ChunkBuffers hold {self.blocks} rows")
+        self._exact.mark(0, rows)
+
+    def mark_approximate(self, first: int) -> None:
+        """The rows from ``first`` on are approximate: they are not stored."""
+        self._exact.lower(checks.count("ChunkBuffers.mark_approximate: first", first, 0))
+
+    def arriving(self, exact: int, approximate: int | None) -> Arrival:
+        """As :meth:`KVBuffers.arriving`, in rows."""
+        return Arrival(self._exact, exact, approximate)
 
     def check(self, chunk_nbytes: Sequence[int]) -> None:
-        have = self._sizes
+        have = self.sizes
         if have != list(chunk_nbytes):
             raise SpecError(
                 f"ChunkBuffers hold {len(have)} layers of {have[0]}.. bytes a chunk, "
                 f"the namespace {len(chunk_nbytes)} of {chunk_nbytes[0]}.."
             )
 
+    def layer(self, index: int) -> memoryview:
+        """The bytes of all rows of a layer."""
+        return self._layers[index]
+
+
+class RowPort:
+    """ChunkBuffers as they are: nothing is copied. Rows from ``approximate`` on come from another context."""
+
+    borrowed = True
+
+    def __init__(self, rows: ChunkBuffers, approximate: int | None) -> None:
+        self._rows = rows
+        self._approximate = approximate
+        self.blocks = rows.blocks
+
+    @property
+    def exact(self) -> int:
+        return self._rows.exact
+
     def check_writable(self) -> None:
-        for index, layer in enumerate(self._layers):
-            if layer.readonly:
+        for index in range(len(self._rows.sizes)):
+            if self._rows.layer(index).readonly:
                 raise SpecError(f"ChunkBuffers layer {index} is read-only; fetch into a writable array")
 
     def landing(self, runs: Runs) -> Landing:
+        first = self._approximate
+        if first is None or all(row + count <= first for _, row, count in runs):
+            return self.lend(runs)
+        taint = partial(self._rows.mark_approximate, first)
+        taint()
+        landing = self.lend(runs)
+        landing.done = taint  # whatever was marked meanwhile
+        return landing
+
+    def lend(self, runs: Runs, wake: Callable[[], None] | None = None) -> Landing:
         views: list[memoryview] = []
         chunks: list[memoryview] = []
         for layer, first, count in runs:
-            size = self._sizes[layer]
-            view = self._layers[layer][first * size : (first + count) * size]
+            size = self._rows.sizes[layer]
+            view = self._rows.layer(layer)[first * size : (first + count) * size]
             views.append(view)
             chunks += cut(view, size)
         return Landing(views, chunks, _keep_nothing, _nothing)
-
-    def lend(self, runs: Runs, wake: Callable[[], None]) -> Landing | None:
-        return self.landing(runs)
 
 
 class Coder:
@@ -188,7 +237,11 @@ class CodecPort:
         self._ends = list(accumulate(stretch.blocks for stretch in stretches))
         self._turns: dict[tuple[int, int], rope.Turn | None] = {}
         self.blocks = self._ends[-1]
-        self.exact = kv.exact // coder.block_size - stretches[0].begin // coder.block_size
+
+    @property
+    def exact(self) -> int:
+        size = self._coder.block_size
+        return self._kv.exact // size - self._stretches[0].begin // size
 
     def check_writable(self) -> None:
         for layer in range(len(self._coder.layouts)):
@@ -267,6 +320,8 @@ class CodecPort:
         count = rows.shape[0]
         begin, delta = self._place(first)
         turn, clip = self._turn(layer, delta), self._start - begin
+        if first >= self._ends[0]:
+            self._kv.mark_approximate(max(begin, self._start))
         if clip <= 0:
             decode(layout, rows, self._parts(layer, first, count), turn)
             return
@@ -279,24 +334,16 @@ class CodecPort:
             decode(layout, rows[1:], self._parts(layer, first + 1, count - 1), turn)
 
 
-def taint(
+def arriving(
     into: KVBuffers | ChunkBuffers, stretches: Sequence[Stretch], start: int, *, whole: bool
-) -> Callable[[], None]:
-    """Say in the buffers what is not exact in them any more, before a byte of it comes.
-
-    whole: all layers are fetched, so that from token 0 on nothing of what was there stays. Returns how to
-    take it back if nothing of it came.
-    """
-    modular = len(stretches) > 1
+) -> Arrival:
+    """Tell the buffers what is on its way. whole: into all layers."""
+    own, moved = stretches[0], len(stretches) > 1
+    whole = whole and not start
     if isinstance(into, ChunkBuffers):
-        into.exact = stretches[0].blocks if modular else into.blocks
-        return _nothing
-    if whole and not start:
-        into.mark_exact(into.tokens)
-    before = into.exact
-    if modular:
-        into.mark_approximate(max(start, stretches[1].begin))
-    return partial(into.mark_exact, before) if whole else _nothing
+        return into.arriving(own.blocks if whole else 0, own.blocks if moved else None)
+    first = max(start, stretches[1].begin) if moved else None
+    return into.arriving(into.tokens if whole else 0, first)
 
 
 def as_bytes(array: Bytes) -> memoryview:

@@ -274,8 +274,8 @@ class Client:
 
         into: KVBuffers that hold at least the tokens wanted (they are decoded, and what moved is turned to
             its new place), or ChunkBuffers whose row 0 is the first block fetched (bytes as they travel).
-            What they have no room for is not fetched. From the first modular token on, KVBuffers are not
-            ``exact`` any more; a fetch of all layers from token 0 begins anew.
+            What they have no room for is not fetched. From the first modular token on that came, they are
+            not ``exact`` any more; the prefix that a fetch of all layers from token 0 brought is.
         start: tokens the engine holds already; nothing before it is written.
         layers: contiguous range of layers, default all.
         on_layer: called on the loop's thread with each layer that is in place. If it raises, the fetch ends
@@ -315,8 +315,9 @@ class Client:
         """Begin to store the full blocks of a prompt; nothing is visible before all layers of a block are.
 
         kv: KVBuffers with the prompt's K/V (position 0 is token 0), or ChunkBuffers whose row 0 is the first
-            block stored. It must not change before the store ends. What is not ``exact`` in them is left
-            out: stored under this prompt's name it would be handed out as exact.
+            block stored. It must not change before the store ends. What is not ``exact`` in them, or is not
+            any more when it is to be read, is left out: stored under this prompt's name it would be handed
+            out as exact.
         start: tokens that are known to be stored (``match.hit_tokens``); a multiple of the block size.
         ready_layers: layers that stand in ``kv`` already, default all; see :meth:`Saving.layer_ready`.
         Long prompts should be hashed before, see :meth:`match`; what its blocks are found by out of context

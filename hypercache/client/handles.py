@@ -192,10 +192,10 @@ class Saving:
     def add(self, operation: StoreOperation) -> None:
         self._operations.append(operation)
 
-    def abandon(self, reason: str) -> None:
-        """End all parts that still run."""
+    def abandon(self, reason: str, part: StoreOperation | None = None) -> None:
+        """End all parts that still run, or one of them."""
         if self._result is None:
-            for operation in self._operations:
+            for operation in self._operations if part is None else [part]:
                 self._give_up(operation, reason)
 
     def part_ended(self) -> None:

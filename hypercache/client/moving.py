@@ -7,12 +7,12 @@ import time
 from collections.abc import Callable, Sequence
 
 from hypercache import protocol
-from hypercache.client.buffers import ChunkBuffers, ChunkPort, CodecPort, Coder, taint
+from hypercache.client.buffers import ChunkBuffers, ChunkPort, CodecPort, Coder, RowPort, arriving
 from hypercache.client.finding import Reuse
 from hypercache.client.handles import Saving, Transfer
 from hypercache.client.hashing import SPENT, Hasher
 from hypercache.client.link import Link
-from hypercache.client.operations import FetchOperation, StoreOperation
+from hypercache.client.operations import APPROXIMATE, FetchOperation, StoreOperation
 from hypercache.client.place import Place
 from hypercache.client.plan import Stretch, wanted
 from hypercache.client.results import FetchResult, Match, Prompt, StoreResult
@@ -21,7 +21,6 @@ from hypercache.kv import KVBuffers
 from hypercache.model import ModelSpec
 
 FRAME_BYTES = protocol.MAX_FRAME_BYTES  # of payload; a frame costs both ends tens of microseconds
-APPROXIMATE = "approximate K/V are not stored: an engine that computed them anew says kv.mark_exact(tokens)"
 
 Buffers = KVBuffers | ChunkBuffers
 
@@ -68,7 +67,6 @@ class Mover:
         stretches = wanted(match.hit_blocks, match.modular, start, self._block_size, tokens, rows)
         port = self._port(into, stretches, start)
         port.check_writable()
-        untaint = taint(into, stretches, start, whole=layers == every)
         transfer = Transfer(self._place, start, layers, stretches, self._block_size)
         transfer.on_layer = on_layer
         asked = [stretch.blocks for stretch in stretches]
@@ -78,18 +76,23 @@ class Mover:
             return transfer
         budget = until - time.monotonic()
         if budget <= 0:
-            untaint()
             transfer.finish(FetchResult(start, 0, 0, SPENT))
             return transfer
 
         first, frame_bytes = start // self._block_size, self._frame_bytes()
 
+        def layer_done(layer: int) -> None:
+            if layer == layers.stop - 1:
+                arrival.placed(
+                    operation.good[0] * (1 if isinstance(into, ChunkBuffers) else self._block_size)
+                )
+            transfer.layer_done(layer)
+
         def ended() -> None:
             timer.cancel()
+            arrival.over()
             result = transfer.outcome(operation)
             self._reuse.tokens_fetched += sum(span.stop - span.start for span in result.modular)
-            if not result.modular:
-                untaint()
             transfer.finish(result)
 
         operation = FetchOperation(
@@ -98,7 +101,7 @@ class Mover:
             asked,
             layers,
             frame_bytes,
-            transfer.layer_done,
+            layer_done,
             ended,
             lambda reason: self.give_up(operation, reason),
             "evicted since the match" if isinstance(prompt, Match) else "not stored beyond this",
@@ -113,6 +116,7 @@ class Mover:
             frame_bytes,
             tuple([(stretch.span.tail, stretch.blocks) for stretch in stretches if stretch.span is not None]),
         )
+        arrival = arriving(into, stretches, start, whole=layers == every)
         self._link.begin(message, operation)
         return transfer
 
@@ -192,7 +196,7 @@ class Mover:
 
     def _port(self, buffers: Buffers, stretches: Sequence[Stretch], start: int) -> ChunkPort:
         if isinstance(buffers, ChunkBuffers):
-            return buffers
+            return RowPort(buffers, stretches[0].blocks if len(stretches) > 1 else None)
         return CodecPort(self._coder, buffers, stretches, start)
 
     def _frame_bytes(self) -> int:

@@ -20,6 +20,7 @@ from hypercache.checksum import Verifier, checksum
 from hypercache.client.buffers import ChunkPort, Landing
 from hypercache.errors import CodecError, HyperCacheError, ProtocolError, Unavailable
 
+APPROXIMATE = "approximate K/V are not stored: an engine that computed them anew says kv.mark_exact(tokens)"
 RECLAIM_S = 1.0  # without a byte taken, after which memory lent to an ended store is got back by force
 
 _log = logging.getLogger("hypercache.client")
@@ -259,8 +260,8 @@ class StoreOwner(Protocol):
 
     def part_ended(self) -> None: ...
 
-    def abandon(self, reason: str) -> None:
-        """The bytes cannot be had: end this and what belongs to it."""
+    def abandon(self, reason: str, part: StoreOperation | None = None) -> None:
+        """The bytes cannot be had: end this part, or (None) all that belongs together."""
 
 
 class StoreOperation(Operation):
@@ -338,6 +339,11 @@ class StoreOperation(Operation):
         if lent is None:
             return None
         crcs = tuple([checksum(chunk) for chunk in lent.chunks])
+        if base + max([at + count for _, at, count in runs]) > self._port.exact:
+            # Asked when the bytes are read and summed: whoever writes approximate ones says so before.
+            lent.done()
+            self._owner.abandon(APPROXIMATE, self)
+            return None
         borrowed = int(self._port.borrowed)
         self.lent += borrowed
         layer, first, count = runs[-1]

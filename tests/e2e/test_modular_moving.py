@@ -10,7 +10,7 @@ import pytest
 
 import hypercache
 from hypercache import ChunkBuffers, KVBuffers, TenantKey
-from hypercache.client.moving import APPROXIMATE
+from hypercache.client.operations import APPROXIMATE
 from hypercache.client.plan import MissingSpan
 from hypercache.model import KVDtype, RopeSpec
 
@@ -259,8 +259,8 @@ async def test_a_store_that_follows_the_layers_is_clipped_too(connect: Connect) 
     assert (result.stored, result.reason) == (2, APPROXIMATE)
 
 
-async def test_buffers_begin_anew_with_a_prompt(connect: Connect) -> None:
-    """An engine that reuses its buffers is not held to what was in them."""
+async def test_buffers_are_exact_again_as_far_as_a_whole_prefix_came(connect: Connect) -> None:
+    """An engine that reuses its buffers says itself what it computed; a fetch says what it brought."""
     spec = make_spec(**{**TINY, "layers": 2})
     client = await connect(spec)
     doc = tokens_of(1, 160)
@@ -268,20 +268,14 @@ async def test_buffers_begin_anew_with_a_prompt(connect: Connect) -> None:
     asked = prompt_of(40, doc, 40)
     match = await client.match(asked, modular=True)
     into = KVBuffers.allocate(spec, len(asked))
-
-    async def dirty() -> None:
-        await client.fetch(match, into)
-        assert into.exact == 40
-
-    await dirty()
-    assert (await client.fetch(prompt_of(doc, 80), into)).hit_tokens == 160 and into.exact == len(asked)
-    await dirty()
-    assert (await client.fetch(tokens_of(8, 100), into)).hit_tokens == 0 and into.exact == len(asked)
-    await dirty()
+    await client.fetch(match, into)
+    assert into.exact == 40
+    assert (await client.fetch(tokens_of(8, 100), into)).hit_tokens == 0 and into.exact == 40
     await client.fetch(prompt_of(doc, 80), into, layers=range(1))  # the other layer keeps what it has
     assert into.exact == 40
     await client.fetch(prompt_of(doc, 80), into, start=16)
     assert into.exact == 40
+    assert (await client.fetch(prompt_of(doc, 80), into)).hit_tokens == 160 and into.exact == 160
     await client.evict(doc)
     lost = await client.fetch(match, into)
-    assert (lost.modular, lost.reason, into.exact) == ((), "not stored", len(asked))
+    assert (lost.modular, lost.reason, into.exact) == ((), "not stored", 160)
