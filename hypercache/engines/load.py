@@ -48,6 +48,7 @@ def load(model: str, dtype: str = "auto", report: Callable[[str], None] = lambda
     except ImportError as error:
         raise SpecError(f"{error}; pip install 'hypercache-llm[transformers]'") from None
     from hypercache.engines.layered import LayeredTransformer
+    from hypercache.engines.loaded import reason
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -60,23 +61,44 @@ def load(model: str, dtype: str = "auto", report: Callable[[str], None] = lambda
         found = transformers.AutoModelForCausalLM.from_pretrained(
             path, dtype=dtype if dtype == "auto" else getattr(torch, dtype), local_files_only=True
         )
-    except (OSError, ValueError, KeyError) as error:
-        raise SpecError(f"{path} cannot be loaded as a causal language model: {error}") from None
+    except Exception as error:  # whatever is raised over a file: by safetensors, by a config's own class
+        raise SpecError(
+            f"{path} cannot be loaded as a causal language model: {reason(error)}; it must be a whole "
+            "directory as save_pretrained makes it, its config.json and its weights of one model"
+        ) from error
     engine = LayeredTransformer(found.eval(), weights=path)
-    return Loaded(path.name, engine, path, _encoder(path), int(found.config.get_text_config().vocab_size))
+    return Loaded(path.name, engine, path, _encoder(path, engine.vocab), engine.vocab)
 
 
-def _encoder(path: Path) -> Callable[[str], list[int]] | None:
-    """Text -> ids without special tokens; None where the directory has no tokenizer."""
+def _encoder(path: Path, vocab: int) -> Callable[[str], list[int]] | None:
+    """Text -> ids below ``vocab`` without special tokens; None where the directory has no tokenizer.
+
+    A tokenizer may know more tokens than the model has embeddings, of images for one: it is refused for a
+    text that has such a token.
+    """
     if not any(
         (path / name).exists() for name in ("tokenizer.json", "tokenizer.model", "tokenizer_config.json")
     ):
         return None
     import transformers
 
-    tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    from hypercache.engines.loaded import reason
+
+    try:
+        tokenizer = transformers.AutoTokenizer.from_pretrained(path, local_files_only=True)
+    except Exception as error:
+        raise SpecError(
+            f"the tokenizer in {path} cannot be loaded: {reason(error)}; save it there anew with the "
+            "tokenizer's save_pretrained, or remove its files to use token ids"
+        ) from error
 
     def encode(text: str) -> list[int]:
-        return [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+        ids = [int(token) for token in tokenizer(text, add_special_tokens=False)["input_ids"]]
+        if ids and max(ids) >= vocab:
+            raise SpecError(
+                f"the tokenizer in {path} gives token {max(ids)}, the model has only 0..{vocab - 1}: "
+                "it belongs to another model; copy this model's own tokenizer there"
+            )
+        return ids
 
     return encode
