@@ -4,7 +4,7 @@ Prompts of 4 to 6 passages and a question are prefilled and stored; the same pas
 another question, are then matched, fetched over TCP (rotated to their new places) and repaired. Against full
 prefill: KL and top-1 of the next token, and whether a greedy continuation of 16 tokens is the same.
 
-    python tools/reuse_quality.py [--prompts 30] [--codecs raw,fp8,...] [--policies kv,learned,...] [--json FILE]
+    python tools/reuse_quality.py [--prompts 30] [--codecs raw,...] [--policies kv,...] [--json FILE]
     python tools/reuse_quality.py --plot FILE.json     # table (Markdown) on stdout, plot beside the file
 """
 
