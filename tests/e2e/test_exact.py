@@ -16,6 +16,7 @@ import pytest
 import hypercache
 from hypercache import KVBuffers, protocol
 from hypercache.client import ChunkBuffers, FetchResult, Match
+from hypercache.client.buffers import RowPort
 from hypercache.client.operations import APPROXIMATE
 from hypercache.errors import SpecError
 from hypercache.model import KVDtype
@@ -272,7 +273,9 @@ async def test_windows_share_what_is_exact_in_the_right_places(connect: Connect)
     # A prompt of its own behind another is no continuation of it: only marked, not fetched, exact.
     tail = kv.window(64, N + 64)
     assert (await client.fetch(SYSTEM, tail)).hit_tokens == 48 and kv.exact == FIRST
-    truth(ASKED, kv)
+    kv.mark_approximate(10)
+    assert (await client.fetch(SYSTEM, tail)).hit_tokens == 48 and kv.exact == 10
+    truth(ASKED, kv).mark_exact(N)
     await client.fetch(match, head)
     tail.mark_approximate(3)
     assert (kv.exact, head.exact, tail.exact) == (67, 67, 3)
@@ -283,6 +286,19 @@ async def test_windows_share_what_is_exact_in_the_right_places(connect: Connect)
     kv.mark_exact(kv.tokens)
     await client.fetch(match, tail)
     assert (kv.exact, tail.exact) == (64 + FIRST, FIRST)
+
+
+async def test_chunk_rows_are_lowered_before_and_after_bytes_land(connect: Connect) -> None:
+    """They land where they stay, without anybody in between: a mark meanwhile counts for nothing."""
+    chunks = rows(await connect(SPEC))
+    port = RowPort(chunks, 4)
+    port.landing([(0, 0, 4)]).done()
+    assert chunks.exact == BLOCKS
+    landing = port.landing([(0, 0, 4), (0, 4, 1)])
+    assert chunks.exact == port.exact == 4
+    chunks.mark_exact(BLOCKS)
+    landing.done()
+    assert chunks.exact == 4
 
 
 # --- stores that have begun

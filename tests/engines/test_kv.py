@@ -200,6 +200,39 @@ def test_exact_is_one_fact_for_all_windows_of_a_memory() -> None:
     assert (kv.exact, head.exact, tail.exact) == (100, 60, 60)
 
 
+def test_what_arrives_makes_exact_what_nothing_approximate_came_to_since() -> None:
+    kv = KVBuffers.allocate(spec(), 100)
+    kv.mark_approximate(20)
+    alone = kv.arriving(100, None)
+    alone.placed(64)
+    alone.over()
+    assert kv.exact == 64
+
+    kv.mark_approximate(20)
+    plain = kv.arriving(100, None)
+    kv.window(40, 100).mark_approximate(10)  # written while it was on its way
+    plain.placed(64)
+    plain.over()
+    assert kv.exact == 50
+
+    kv.mark_exact(100)
+    moved = kv.window(40, 100).arriving(60, 30)
+    assert kv.exact == 70 and kv.window(0, 60).exact == 60
+    kv.mark_exact(100)
+    assert kv.exact == 70  # until nothing more comes
+    kv.mark_approximate(20)
+    plain = kv.arriving(100, None)
+    plain.placed(90)  # what is still under way may overwrite it
+    moved.over()
+    assert kv.exact == 70
+    plain.over()
+    mixed = kv.arriving(100, 80)
+    assert kv.exact == 70
+    mixed.placed(75)
+    mixed.over()
+    assert kv.exact == 75
+
+
 @pytest.mark.parametrize("wrong", [-1, 101, 1.5, "all", True])
 def test_what_is_exact_must_be_a_count_of_its_tokens(wrong: object) -> None:
     with pytest.raises(SpecError, match="mark_exact"):
