@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from hypercache import hf_types
+from hypercache import hf_ignored, hf_types
 from hypercache.errors import SpecError
 from hypercache.identity import Value, canonical, commit
 from hypercache.model import KVDtype, KVLayout, LayerGroup, Part, RopeSpec
@@ -133,6 +133,8 @@ def layer_groups(
     dtype = dtype if dtype is not None else _dtype(text, config)
     total = _int(text, _LAYERS)
     kinds = _layer_types(text, total)
+    if why := hf_ignored.ignored(text, kinds, mla=text.get("kv_lora_rank") is not None):
+        raise SpecError(f"{_where(text)} has {why}")
     overrides = _overrides(text)
     grouped: dict[tuple[KVLayout, RopeSpec, int | None], list[int]] = {}
     for layer in range(total - _int(text, ("num_kv_shared_layers",), default=0, least=0)):
@@ -296,20 +298,26 @@ def _layer_types(text: Config, total: int) -> list[str]:
         if not isinstance(kinds, (list, tuple)) or len(kinds) != total:
             raise SpecError(f"{_where(text)}: 'layer_types' must name each of the {total} layers")
         return list(kinds)
-    if not text.get("sliding_window") or text.get("use_sliding_window") is False:
+    model = str(text.get("model_type"))
+    if model in hf_types.CHUNKED and text.get("attention_chunk_size"):
+        rotated = [not _unrotated(text, model, "", layer) for layer in range(total)]
+        return ["chunked_attention" if each else "full_attention" for each in rotated]
+    switched = model in hf_types.SWITCHED and not text.get("use_sliding_window")
+    if not text.get("sliding_window") or switched or text.get("use_sliding_window") is False:
         return ["full_attention"] * total
-    model = text.get("model_type")
     period = _first(text, ("sliding_window_pattern", "_sliding_window_pattern")) or hf_types.PATTERN.get(
-        str(model)
+        model
     )
     if period is not None:
         every = _int({**text, "sliding_window_pattern": period}, ("sliding_window_pattern",))
         return ["sliding_attention" if (layer + 1) % every else "full_attention" for layer in range(total)]
-    if model not in hf_types.ALL_SLIDING:
+    if model in hf_types.EVERY_LAYER or model == "ministral":
+        return ["sliding_attention"] * total
+    if model not in hf_types.FROM_LAYER:
         raise SpecError(
             f"{_where(text)} has 'sliding_window' but no 'layer_types': it must say which layers it holds for"
         )
-    full = _int(text, ("max_window_layers",), default=0, least=0) if text.get("use_sliding_window") else 0
+    full = _int(text, ("max_window_layers",), default=hf_types.FROM_LAYER[model], least=0)
     return ["full_attention" if layer < full else "sliding_attention" for layer in range(total)]
 
 
@@ -387,7 +395,8 @@ def _unrotated(text: Config, model: str, kind: str, layer: int) -> bool:
                 f"{_where(text)}: 'no_rope_layers' has {len(rotated)} entries, asked for layer {layer}"
             )
         return not rotated[layer]
-    interval = _int(text, ("no_rope_layer_interval",), default=0, least=0)
+    every = hf_types.NO_ROPE_INTERVAL.get(model, 0)
+    interval = _int(text, ("no_rope_layer_interval",), default=every, least=0)
     return interval > 0 and (layer + 1) % interval == 0
 
 
@@ -402,6 +411,8 @@ def _rope_params(text: Config, kind: str) -> Config:
             raise SpecError(f"{_where(text)}: 'rope_parameters' has no entry for {kind!r} layers")
         return own
     local = text.get("rope_local_base_freq")
+    if local is None and text.get("model_type") == "gemma3_text":
+        local = 10000.0
     if local is not None and kind == "sliding_attention":  # Gemma 3: scaling is for global layers only
         return {"rope_theta": local}
     return params

@@ -49,8 +49,50 @@ PARTIAL = dict.fromkeys(("phi", "persimmon", "glm", "glm4", "glm4_moe", "nemotro
     "gpt_neox": 0.25,
     "stablelm": 0.25,
 }
+# Which types obey an entry that others carry along without effect, by transformers' modelling code. An engine
+# that obeys it where transformers does not computes other K/V, so it is refused for all types but these.
+OBEYED: dict[str, frozenset[str]] = {
+    "partial_rotary_factor": _words(
+        """glm glm4 glm4_moe gpt_neox minimax_m2 nemotron persimmon phi phi3 solar_open stablelm"""
+    ),
+    "rotary_pct": _words("gpt_neox"),
+    "rotary_emb_base": _words("gpt_neox"),
+    "v_head_dim": frozenset(),
+    "rotary_dim": _words("gptj codegen minimax_m2"),
+    "rope_local_base_freq": _words("gemma3_text"),
+    "no_rope_layers": _words("smollm3 llama4_text"),
+    "no_rope_layer_interval": _words("smollm3 llama4_text"),
+    "alibi": _words("falcon bloom mpt"),
+    "position_embedding_type": NO_ROPE,
+    "multi_query": _words("falcon gpt_bigcode"),
+    "num_kv_heads": _words("falcon"),
+    "n_head_kv": _words("falcon"),
+    "multi_query_group_num": frozenset(),
+    "kv_channels": frozenset(),
+    "attention_head_dim": frozenset(),
+    "num_kv_shared_layers": _words("gemma4_text"),
+}
+# Rotary parameters of their own for each type of layer, in ``rope_parameters``.
+NESTED_ROPE = _words("gemma3_text gemma4_text olmo3")
+# Layers without RoPE where the configuration does not say which: one in so many.
+NO_ROPE_INTERVAL = {"smollm3": 4, "llama4_text": 4}
+
 # One layer in so many is not sliding.
 PATTERN = {"gemma2": 2, "gemma3_text": 6, "cohere2": 4}
-# A window without ``layer_types`` holds in every layer.
-ALL_SLIDING = _words("mistral mixtral ministral ministral3 phi3 starcoder2 qwen2 qwen2_moe qwen3 qwen3_moe")
+# An entry ``sliding_window_pattern`` may say another number.
+PATTERNED = _words("gemma3_text cohere2 exaone4")
+# Windows hold in the layers that ``layer_types`` names.
+BY_LAYER = _words(
+    """cohere2 cohere2_moe dots1 exaone4 gemma2 gemma3_text gemma4_text gpt_oss ministral olmo3 qwen2
+    qwen2_5_vl qwen2_5_vl_text qwen2_moe qwen2_vl qwen2_vl_text qwen3 smollm3"""
+)
+# They hold in every layer, whatever else the configuration says. In all others there is none.
+EVERY_LAYER = _words("ministral3 mistral mixtral phi3 phimoe qwen3_moe starcoder2")
+# There is none unless ``use_sliding_window`` is set; others do not look at it.
+SWITCHED = _words("qwen2 qwen2_5_vl qwen2_5_vl_text qwen2_moe qwen2_vl qwen2_vl_text qwen3 qwen3_moe smollm3")
+# Without ``layer_types``, every layer from ``max_window_layers`` on, and that if it is not given either.
+FROM_LAYER = {"qwen2": 28, "qwen3": 28} | dict.fromkeys(
+    ("qwen2_vl", "qwen2_vl_text", "qwen2_5_vl", "qwen2_5_vl_text"), 80
+)
+CHUNKED = _words("llama4_text")
 ROTATE_ONLY_SLIDING = _words("cohere2 cohere2_moe exaone4")

@@ -487,6 +487,103 @@ def test_refusals_name_the_key(config: Config, message: str) -> None:
         build(config)
 
 
+YARN_ROPE = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "original_max_position_embeddings": 128}
+PLAIN_ROPE = {"rope_type": "default", "rope_theta": 1e4}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "entries", "key"),
+    [
+        ("llama", {"partial_rotary_factor": 0.5}, "partial_rotary_factor"),
+        ("qwen2", {"rope_parameters": PLAIN_ROPE | {"partial_rotary_factor": 0.5}}, "partial_rotary_factor"),
+        ("qwen3", {"rotary_pct": 0.5}, "rotary_pct"),
+        ("llama", {"rotary_dim": 8}, "rotary_dim"),
+        ("llama", {"rotary_emb_base": 5e5}, "rotary_emb_base"),
+        ("mistral", {"rope_local_base_freq": 5e5}, "rope_local_base_freq"),
+        ("mistral", {"rope_parameters": {FULL: PLAIN_ROPE, SLIDE: PLAIN_ROPE}}, "rope_parameters' by layer"),
+        (
+            "gemma3_text",
+            {"rope_parameters": {FULL: YARN_ROPE | {"truncate": False}}, "layer_types": [FULL] * 4},
+            "trunc",
+        ),
+        ("gemma3_text", {"rope_parameters": PLAIN_ROPE}, "rope_parameters' for all layers"),
+        ("gemma3_text", {"rope_parameters": {FULL: PLAIN_ROPE | {"partial_rotary_factor": 0.5}}}, "partial"),
+        (
+            "llama",
+            {"rope_parameters": PLAIN_ROPE, "rope_scaling": {"type": "linear", "factor": 2.0}},
+            "differ",
+        ),
+        ("llama", {"no_rope_layers": [0, 1, 1, 1]}, "no_rope_layers"),
+        ("llama", {"no_rope_layer_interval": 2}, "no_rope_layer_interval"),
+        ("qwen2", {"alibi": True}, "alibi"),
+        ("mistral", {"position_embedding_type": "learned"}, "position_embedding_type"),
+        ("llama", {"multi_query": True}, "multi_query"),
+        ("llama", {"kv_channels": 32}, "kv_channels"),
+        ("llama", {"n_head_kv": 4}, "n_head_kv"),
+        ("llama", {"v_head_dim": 32}, "v_head_dim"),
+        ("llama", {"num_kv_shared_layers": 1}, "num_kv_shared_layers"),
+        ("llama", {"sliding_window": 50, "layer_types": [SLIDE, FULL] * 2}, "layer_types"),
+        ("llama", {"attention_chunk_size": 50, "layer_types": ["chunked_attention"] * 4}, "layer_types"),
+        ("mistral", {"sliding_window": 50, "layer_types": [SLIDE, FULL] * 2}, "layer_types"),
+        ("mistral", {"sliding_window": 50, "layer_types": [FULL] * 4}, "layer_types"),
+        ("mistral", {"sliding_window": 50, "use_sliding_window": False}, "use_sliding_window"),
+        (
+            "phi3",
+            {"sliding_window": 50, "use_sliding_window": True, "max_window_layers": 2},
+            "use_sliding_window",
+        ),
+        ("mistral", {"sliding_window": 50, "sliding_window_pattern": 2}, "sliding_window_pattern"),
+        ("gemma2", {"sliding_window": 50, "sliding_window_pattern": 4}, "sliding_window_pattern"),
+        ("qwen2", {"sliding_window": 50, "layer_types": [SLIDE] * 4}, "use_sliding_window"),
+        (
+            "qwen3_moe",
+            {"sliding_window": 50, "use_sliding_window": True, "max_window_layers": 2},
+            "max_window",
+        ),
+        ("qwen2_moe", {"sliding_window": 50, "use_sliding_window": True}, "no 'layer_types'"),
+    ],
+    ids=lambda value: "" if isinstance(value, dict) else value.replace(" ", "_"),
+)
+def test_k02_entries_that_the_type_ignores_are_refused_by_name(
+    model_type: str, entries: Config, key: str
+) -> None:
+    """Transformers computes something else than they say; another engine may obey them."""
+    plain = base(model_type, rope_theta=1e4, head_dim=64, num_key_value_heads=8)
+    build(plain)
+    with pytest.raises(SpecError, match=key):
+        build(plain | entries)
+
+
+@pytest.mark.parametrize(
+    "entries",
+    [
+        {"partial_rotary_factor": 1.0},
+        {"rotary_pct": 1},
+        {"multi_query": False, "alibi": False},
+        {"no_rope_layers": [1, 1, 1, 1]},
+        {"kv_channels": 64},
+        {"rope_scaling": {"type": "default"}, "rope_parameters": PLAIN_ROPE},
+        {"layer_types": [FULL] * 4, "sliding_window": 50},
+    ],
+    ids=str,
+)
+def test_entries_that_say_what_holds_anyway_are_taken(entries: Config) -> None:
+    plain = base("llama", rope_theta=1e4, head_dim=64, num_key_value_heads=8)
+    assert summary(plain | entries) == summary(plain)
+
+
+def test_windows_and_layers_without_rope_where_the_config_leaves_them_to_the_type() -> None:
+    on = {"rope_theta": 1e4, "sliding_window": 50, "use_sliding_window": True}
+    windows = [row[-1] for row in summary(base("qwen2", num_hidden_layers=30, **on))]
+    assert windows == [None, 50] and summary(base("qwen2", num_hidden_layers=30, **on))[0][0] == 28
+    assert summary(base("qwen2", rope_theta=1e4, sliding_window=50))[0][-1] is None  # the switch is off
+    assert summary(base("phimoe", rope_theta=1e4, sliding_window=50))[0][-1] == 50
+    llama4 = base("llama4_text", rope_theta=5e5, attention_chunk_size=64, no_rope_layers=[])
+    assert [(row[0], row[4], row[-1]) for row in summary(llama4)] == [(3, "default", 64), (1, "none", None)]
+    gemma = base("gemma3_text", rope_theta=1e6, sliding_window=64, num_hidden_layers=6)
+    assert [(row[5], row[-1]) for row in summary(gemma)] == [(1e4, 64), (1e6, None)]
+
+
 # What these types keep beside, or instead of, K/V per token, as their configurations tell it.
 NOT_PLAIN: dict[str, Config] = {
     "lfm2": {"conv_L_cache": 3, "layer_types": ["conv", FULL, "conv", FULL]},

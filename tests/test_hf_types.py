@@ -134,3 +134,29 @@ def test_the_cache_is_what_the_spec_says(model_type: str) -> None:
             want = rotate(want, angles, group.rope.interleaved)
             assert np.abs(keys - keys[:, :1]).max() > 0.1 * scale
         np.testing.assert_allclose(keys, want, atol=1e-4 * scale)
+
+
+@pytest.mark.parametrize("model_type", sorted(hf_types.PLAIN))
+def test_the_first_layer_attends_as_far_back_as_the_spec_says(model_type: str) -> None:
+    """What layer 1 keeps of the last token knows of the first one if layer 0 attends to it, and only then."""
+    torch.manual_seed(0)
+    config = small(model_type)
+    if model_type in hf_types.SWITCHED:
+        fields = {key: item for key, item in config.to_dict().items() if key != "layer_types"}
+        config = type(config)(
+            **fields | {"use_sliding_window": True, "max_window_layers": 0, "sliding_window": 8}
+        )
+        if model_type == "qwen2_moe":  # whose default is another in each engine
+            config = type(config)(
+                **config.to_dict() | {"layer_types": ["sliding_attention", "full_attention"] * 2}
+            )
+    model = transformers.AutoModel.from_config(config, dtype=torch.float32).eval()
+    for weight in model.parameters():
+        if weight.ndim > 1:
+            weight.data.normal_(0, 0.05)
+    spec = ModelSpec.from_hf_config(model.config, weights=b"w" * 32, dtype=KVDtype.FP32)
+    one, other = (run(model, [first, *range(3, 26)]) for first in (1, 2))
+    (a, b), (c, d) = ((x.layers[1].keys, x.layers[1].values) for x in (one, other))
+    assert spec.group_of(0).window in (None, 8)
+    same = torch.equal(a[:, :, -1], c[:, :, -1]) and torch.equal(b[:, :, -1], d[:, :, -1])
+    assert same == (spec.group_of(0).window is not None)
