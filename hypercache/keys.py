@@ -26,10 +26,13 @@ from hypercache.model import ModelSpec
 HASH_VERSION: int = 1
 BLOCK_SIZES: tuple[int, ...] = (8, 16, 64)
 DIGEST_NBYTES: int = 16
+SEAL_NBYTES: int = 32
 MAX_TOKEN: int = 2**32 - 1
 
 # Changing anything that is hashed here means a new HASH_VERSION, and with it new personalisations.
-_ROOT, _CAUSAL, _MODULAR = (f"HC{HASH_VERSION} {kind}".encode() for kind in ("ROOT", "CAUSAL", "MODULAR"))
+_ROOT, _CAUSAL, _MODULAR, _SEAL, _CONTEXT = (
+    f"HC{HASH_VERSION} {kind}".encode() for kind in ("ROOT", "CAUSAL", "MODULAR", "SEAL", "CONTEXT")
+)
 _TENANT_LABEL = b"hypercache tenant key v1"
 _PUBLIC_SECRET = b"hypercache public tenant: this key is no secret"
 _TENANT_NAME = re.compile(r"[A-Za-z0-9._-]{1,64}")
@@ -285,6 +288,48 @@ def modular_digests(
         state.update(raw[block * width : (block + 1) * width] + inside.get(block, b""))
         digests.append(state.digest())
     return digests
+
+
+def seal(modular: Sequence[bytes], causal: Sequence[bytes]) -> bytes:
+    """Causal digests for those alone who know the tokens of the blocks: SEAL_NBYTES each, end to end.
+
+    A causal digest is the right to read a block, so it is not told to whoever names the block's fingerprint,
+    which has 64 bits. S = BLAKE2b(M, 32 bytes), M being the modular digest of the block: the first half of S
+    stands as it is, to be compared, the second half hides the causal digest (XOR). M follows only from the
+    tokens and the tenant's key, and is not to be had from S. Raises ValueError for unequal numbers.
+    """
+    if len(modular) != len(causal):
+        raise ValueError(f"{len(modular)} modular digests do not seal {len(causal)} causal ones")
+    sealed = _pads(modular)
+    sealed[:, DIGEST_NBYTES:] ^= np.frombuffer(b"".join(causal), np.uint8).reshape(-1, DIGEST_NBYTES)
+    return sealed.tobytes()
+
+
+def unseal(sealed: bytes, modular: Sequence[bytes]) -> list[bytes]:
+    """The causal digests of the blocks whose modular digests are ``modular``, as far as these open the seals:
+    they end before the first that another block closed. Raises ValueError for unequal numbers."""
+    if len(sealed) != len(modular) * SEAL_NBYTES:
+        raise ValueError(f"{len(modular)} modular digests do not open {len(sealed)} bytes of seals")
+    opened = _pads(modular) ^ np.frombuffer(sealed, np.uint8).reshape(-1, SEAL_NBYTES)
+    other = np.flatnonzero(opened[:, :DIGEST_NBYTES].any(axis=1))
+    raw = opened[: other[0] if other.size else None, DIGEST_NBYTES:].tobytes()
+    return [raw[at : at + DIGEST_NBYTES] for at in range(0, len(raw), DIGEST_NBYTES)]
+
+
+def _pads(modular: Sequence[bytes]) -> npt.NDArray[np.uint8]:
+    """S of each block, a row each."""
+    fresh = hashlib.blake2b(digest_size=SEAL_NBYTES, person=_SEAL).copy
+    pads = []
+    for digest in modular:
+        state = fresh()
+        state.update(digest)
+        pads.append(state.digest())
+    return np.frombuffer(bytearray().join(pads), np.uint8).reshape(-1, SEAL_NBYTES)
+
+
+def context_name(causal: bytes) -> bytes:
+    """By what the block with this causal digest may be told apart by those who may not read it: 16 bytes."""
+    return hashlib.blake2b(causal, digest_size=DIGEST_NBYTES, person=_CONTEXT).digest()
 
 
 def keyed(ns: Namespace, tenant: TenantKey, person: bytes, nbytes: int = DIGEST_NBYTES) -> hashlib.blake2b:

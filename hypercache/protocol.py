@@ -171,16 +171,15 @@ class Locate(Message):
 class Span(Message):
     """A run of stored blocks that hold what the prompt has from token ``at`` on.
 
-    source: the token at which it begins in the prompt that it was stored with. chain: causal digests of its
-    blocks there. context: that of the block before them, empty at the start of that prompt. digests: modular
-    ones, for the client to compare with its own.
+    source: the token at which it begins in the prompt that it was stored with. context: the name of the block
+    before them there (``keys.context_name``), empty at the start of that prompt. seals: the causal digests of
+    its blocks there, for who knows their tokens (``keys.seal``): a digest in clear is the right to read.
     """
 
     at: int
     source: int
     context: bytes
-    chain: bytes
-    digests: bytes
+    seals: bytes
 
 
 class Located(Message):

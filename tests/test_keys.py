@@ -29,7 +29,10 @@ from hypercache.keys import (
     TenantKey,
     canonical_tokens,
     causal_digests,
+    context_name,
     modular_digests,
+    seal,
+    unseal,
     usable_blocks,
 )
 from hypercache.model import Adapter, KVDtype, KVLayout, LayerGroup, ModelSpec, Part, RopeSpec
@@ -106,6 +109,46 @@ def test_digests_are_what_the_documentation_says(block_size: int) -> None:
         previous = digest(b"CAUSAL", previous + words)
         assert causal == previous
         assert modular == digest(b"MODULAR", ns.digest + words)
+
+
+GOLDEN_SEALS = (
+    "1567a68825cda5c1df74f635e990c84a8dbb709adf0181fcba6c38dbffe48e12"
+    "9c54d42342383e2bdb0d78754ae7311d7291080eb033eda41ceda26b43e132c5"
+)
+GOLDEN_CONTEXT = "ba9763175ce099efae031311a32dab84"
+
+
+def test_seals_are_the_same_everywhere_and_what_the_documentation_says() -> None:
+    causal, modular = causal_digests(NS, ACME, TOKENS, blocks=2), modular_digests(NS, ACME, TOKENS)[:2]
+    sealed = seal(modular, causal)
+    assert sealed.hex() == GOLDEN_SEALS
+    assert context_name(causal[0]).hex() == GOLDEN_CONTEXT
+    assert (
+        context_name(causal[0]) == hashlib.blake2b(causal[0], digest_size=16, person=b"HC1 CONTEXT").digest()
+    )
+    for block in range(2):
+        pad = hashlib.blake2b(modular[block], digest_size=32, person=b"HC1 SEAL").digest()
+        hidden = bytes(a ^ b for a, b in zip(pad[16:], causal[block], strict=True))
+        assert sealed[block * 32 :][:32] == pad[:16] + hidden
+
+
+@given(st.integers(0, 12), st.integers(0, 12), st.randoms(use_true_random=False))
+def test_seals_open_for_who_has_the_tokens_and_up_to_there(blocks: int, wrong: int, random: Any) -> None:
+    causal, modular = ([random.randbytes(16) for _ in range(blocks)] for _ in range(2))
+    sealed = seal(modular, causal)
+    assert len(sealed) == blocks * 32 and unseal(sealed, modular) == causal
+    assert not any(digest in sealed for digest in causal + modular)
+    if wrong < blocks:
+        others = [*modular]
+        others[wrong] = bytes([others[wrong][0] ^ 1]) + others[wrong][1:]
+        assert unseal(sealed, others) == causal[:wrong]
+        bent = bytearray(sealed)
+        bent[wrong * 32 + random.randrange(16)] ^= 1 << random.randrange(8)
+        assert unseal(bytes(bent), modular) == causal[:wrong]
+    with pytest.raises(ValueError, match="do not seal"):
+        seal(modular, [*causal, bytes(16)])
+    with pytest.raises(ValueError, match="do not open"):
+        unseal(sealed + b"x", modular)
 
 
 _CHILD = """

@@ -10,6 +10,7 @@ from hypercache import protocol
 from hypercache.client.hashing import Hasher
 from hypercache.client.plan import Borders, Fingerprints, ModularSpan, Search, Segment
 from hypercache.client.results import Match, Prompt
+from hypercache.keys import context_name
 
 _log = logging.getLogger("hypercache.client")
 
@@ -101,7 +102,8 @@ class Finder:
 
     def _continues(self, last: ModularSpan, span: ModularSpan) -> bool:
         """Whether two questions found one run, end to end."""
-        joined = last.stop == span.start and last.delta == span.delta and last.tail == span.context
+        joined = last.stop == span.start and last.delta == span.delta
+        joined = joined and context_name(last.tail) == span.context
         return joined and not self._borders.at(span.start)
 
 

@@ -14,6 +14,7 @@ import numpy.typing as npt
 from hypercache import protocol
 from hypercache.checks import count
 from hypercache.errors import SpecError
+from hypercache.keys import SEAL_NBYTES, context_name, unseal
 
 MIN_RUN = 64  # tokens: shorter runs out of context cost more quality than they save work
 MAX_RUN = protocol.MAX_PROBES // 2  # or one request could not find it
@@ -45,7 +46,7 @@ class ModularSpan:
     """Tokens ``start..stop-1``: stored, but computed in another prompt, from its token ``source`` on.
 
     Their K/V approximate those of this prompt, once the keys are turned by ``delta`` positions (a fetch into
-    KVBuffers does that). context: names what stood before them there (its causal digest), b"" if nothing
+    KVBuffers does that). context: names what stood before them there (``keys.context_name``), b"" if nothing
     did. chain: the causal digests of their blocks there, end to end; by the last of them they are fetched.
     """
 
@@ -229,42 +230,34 @@ class Search:
             if not blocks:
                 continue
             size = self.block_size
-            floor = span.at + blocks * size
-            ours = b"".join(self.modular(span.at, floor))
-            if ours != span.digests:
-                pairs = zip(_digests(ours), _digests(span.digests), strict=True)
-                blocks = next(index for index, (a, b) in enumerate(pairs) if a != b)
-            width = protocol.DIGEST_BYTES
-            for start, stop in self.borders.cut(span.at, span.at + blocks * size):
+            stop = span.at + blocks * size
+            chain = unseal(span.seals, self.modular(span.at, stop))
+            if self._in_place(span.at, chain):
+                continue
+            floor = stop
+            for start, stop in self.borders.cut(span.at, span.at + len(chain) * size):
                 head, end = (start - span.at) // size, (stop - span.at) // size
                 if end - head >= self.least:
-                    chain = span.chain[head * width : end * width]
-                    context = span.chain[: head * width][-width:] or span.context
-                    believed.append(ModularSpan(start, stop, start - span.at + span.source, context, chain))
+                    context = context_name(chain[head - 1]) if head else span.context
+                    source, part = start - span.at + span.source, b"".join(chain[head:end])
+                    believed.append(ModularSpan(start, stop, source, context, part))
         return believed
 
     def _plausible(self, span: protocol.Span, floor: int) -> int:
         """How many blocks a run has, 0 if it cannot be what was asked for."""
         size = self.block_size
-        blocks, rest = divmod(len(span.chain), protocol.DIGEST_BYTES)
+        blocks, rest = divmod(len(span.seals), SEAL_NBYTES)
         at = span.at - self.first
-        if rest or not blocks or len(span.digests) != len(span.chain) or span.at < floor or at < 0:
+        if rest or not blocks or span.at < floor or at < 0:
             return 0
         wanted = self.asked[at : at + blocks * size : size]
         if len(wanted) != blocks or not wanted.all():
             return 0
         if span.source % size or not 0 <= span.source <= protocol.MAX_TOKENS - blocks * size:
             return 0
-        if len(span.context) != (protocol.DIGEST_BYTES if span.source else 0):
-            return 0
-        return 0 if self._in_place(span) else blocks
+        return blocks if len(span.context) == (protocol.DIGEST_BYTES if span.source else 0) else 0
 
-    def _in_place(self, span: protocol.Span) -> bool:
+    def _in_place(self, at: int, chain: Sequence[bytes]) -> bool:
         """Whether it is the prompt itself, in its original context: stored since its prefix was looked up."""
-        index, rest = divmod(span.at, self.block_size)
-        return not rest and index < len(self.own) and span.chain.startswith(self.own[index])
-
-
-def _digests(joined: bytes) -> list[bytes]:
-    size = protocol.DIGEST_BYTES
-    return [joined[at : at + size] for at in range(0, len(joined), size)]
+        index, rest = divmod(at, self.block_size)
+        return not rest and index < len(self.own) and chain[:1] == [self.own[index]]

@@ -17,7 +17,7 @@ from fabrics import Channel, FabricError, Frame, Outgoing, Sink
 from fabrics.errors import ChannelClosed, FrameError
 from hypercache import protocol
 from hypercache.errors import HyperCacheError, ProtocolError, SpecError, StoreFull, TooLarge
-from hypercache.keys import BLOCK_SIZES, HASH_VERSION
+from hypercache.keys import BLOCK_SIZES, HASH_VERSION, context_name, seal
 from hypercache.protocol import ErrorCode, Op
 from hypercache.server.context import Context
 from hypercache.server.streams import FetchStream, PutSink, StoreStream
@@ -457,9 +457,9 @@ class Session:
 def _span(run: Run) -> protocol.Span:
     """A run of stored blocks, as it is answered."""
     blocks = run.blocks
-    chain = protocol.join_digests([block.digest for block in blocks])
-    digests = protocol.join_digests([block.modular for block in blocks])
-    return protocol.Span(run.at, run.source, blocks[0].context, chain, digests)
+    context = blocks[0].context
+    seals = seal([block.modular for block in blocks], [block.digest for block in blocks])
+    return protocol.Span(run.at, run.source, context and context_name(context), seals)
 
 
 __all__ = ["AGENT", "Session"]

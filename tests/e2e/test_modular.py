@@ -16,6 +16,7 @@ from hypercache import KVBuffers, MediaSpan, TenantKey, protocol
 from hypercache.client.client import SWITCHED_OFF
 from hypercache.client.plan import ExactSpan, MissingSpan, ModularSpan
 from hypercache.errors import ConfigError, SpecError
+from hypercache.keys import context_name
 from hypercache.model import Adapter, KVDtype, ModelSpec, RopeSpec
 
 from .conftest import Connect, Node, fill, make_spec, poisoned, tokens_of, untouched
@@ -48,7 +49,8 @@ async def test_a_document_behind_another_question(connect: Connect, node: Node) 
     assert 39 * 16 <= span.stop - span.start <= 640
     assert span.start >= 64 + 50 and span.stop <= 64 + 50 + 640 and span.delta == 50 - 21
     assert span.source % 16 == 0
-    assert span.context == client.prompt(first).digests[span.source // 16 - 1] and not span.isolated
+    before = client.prompt(first).digests[span.source // 16 - 1]
+    assert span.context == context_name(before) and not span.isolated
 
     into = KVBuffers.allocate(client.model, match.prompt_tokens)
     result = await client.fetch(match, into)
@@ -271,7 +273,7 @@ async def test_isolated_and_in_context(connect: Connect) -> None:
     await stored(client, behind)
     asked = prompt_of(50, doc, 5)
     (span,) = (await client.match(asked, modular=True)).modular
-    assert not span.isolated and span.context == client.prompt(behind).digests[1]
+    assert not span.isolated and span.context == context_name(client.prompt(behind).digests[1])
     await stored(client, doc)
     (span,) = (await client.match(asked, modular=True)).modular
     assert span.isolated and span.source == 0 and span.context == b""
@@ -339,7 +341,7 @@ async def test_segments_bound_what_is_looked_for(connect: Connect) -> None:
     assert await found([(10, 100), (100, 330)], min_run=81) == [(106, 330)]
     assert await found([]) == []
     (first, second) = (await client.match(asked, modular=True, segments=[(10, 170), (170, 330)])).modular
-    assert first.isolated and second.context == first.tail
+    assert first.isolated and second.context == context_name(first.tail)
     into = poisoned(client.model, 340)
     match = await client.match(asked, modular=True, segments=[(170, 330)])
     assert (await client.fetch(match, into)).modular == match.modular

@@ -16,7 +16,7 @@ from fabrics import Channel, fabric_for
 from hypercache import KVBuffers, TenantKey, protocol
 from hypercache.client.plan import ModularSpan
 from hypercache.fingerprint import fingerprints
-from hypercache.keys import modular_digests
+from hypercache.keys import modular_digests, seal, unseal
 from hypercache.model import KVDtype
 
 from .conftest import Connect, fill, make_spec, poisoned, running_node, same, tokens_of, untouched
@@ -42,11 +42,12 @@ async def lying(
 
 
 def claim(client: hypercache.Client, asked: Ids, place: int, blocks: int, **wrong: Any) -> protocol.Span:
-    """What an honest server would say, had it these blocks; names of its own for them."""
+    """What an honest server would say, had it these blocks; ``names`` of its own for them."""
     at = place
     ours = modular_digests(client.namespace, TenantKey.public(), asked[at : at + blocks * 16])
-    fields: dict[str, Any] = {"at": at, "source": 0, "context": b"", "digests": b"".join(ours)}
-    return protocol.Span(**{**fields, "chain": bytes(range(16)) * blocks, **wrong})
+    names = wrong.pop("names", [bytes(range(16))] * blocks)
+    fields: dict[str, Any] = {"at": at, "source": 0, "context": b"", "seals": seal(ours, names)}
+    return protocol.Span(**{**fields, **wrong})
 
 
 ASKED = tokens_of(1, 301)
@@ -63,7 +64,7 @@ BELIEVED: dict[str, tuple[Claims, list[tuple[int, int]]]] = {
     "behind the end": (lambda c: [claim(c, ASKED, 40, 5, at=1 << 62)], []),
     "wrong tokens": (lambda c: [claim(c, ASKED, 40, 5, at=41)], []),
     "wrong in the end": (
-        lambda c: [claim(c, ASKED, 40, 5, digests=claim(c, ASKED, 40, 4).digests + D[0])],
+        lambda c: [claim(c, ASKED, 40, 5, seals=claim(c, ASKED, 40, 4).seals + D[0] * 2)],
         [(40, 104)],
     ),
     "wrong in the middle": (
@@ -73,26 +74,23 @@ BELIEVED: dict[str, tuple[Claims, list[tuple[int, int]]]] = {
                 ASKED,
                 40,
                 9,
-                digests=claim(c, ASKED, 40, 4).digests + D[0] + claim(c, ASKED, 120, 4).digests,
+                seals=claim(c, ASKED, 40, 4).seals + D[0] * 2 + claim(c, ASKED, 120, 4).seals,
             ),
             claim(c, ASKED, 200, 4),
         ],
         [(40, 104), (200, 264)],
     ),
-    "wrong from the start": (lambda c: [claim(c, ASKED, 40, 5, digests=D[0] * 5)], []),
+    "wrong from the start": (lambda c: [claim(c, ASKED, 40, 5, seals=D[0] * 10)], []),
     "too short": (lambda c: [claim(c, ASKED, 40, 3), claim(c, ASKED, 100, 4)], [(100, 164)]),
-    "no names": (lambda c: [claim(c, ASKED, 40, 5, chain=b"")], []),
-    "nothing at all": (lambda c: [claim(c, ASKED, 40, 5, chain=b"", digests=b"")], []),
-    "half a name": (lambda c: [claim(c, ASKED, 40, 5, chain=b"x" * 79)], []),
+    "nothing at all": (lambda c: [claim(c, ASKED, 40, 5, seals=b"")], []),
+    "half a name": (lambda c: [claim(c, ASKED, 40, 5, seals=claim(c, ASKED, 40, 5).seals[:-1])], []),
     "a source off the grid": (lambda c: [claim(c, ASKED, 40, 5, source=17, context=D[0])], []),
     "a source before the start": (lambda c: [claim(c, ASKED, 40, 5, source=-16, context=D[0])], []),
     "a source out of this world": (lambda c: [claim(c, ASKED, 40, 5, source=1 << 60, context=D[0])], []),
     "no context": (lambda c: [claim(c, ASKED, 40, 5, source=32)], []),
     "a context at the start": (lambda c: [claim(c, ASKED, 40, 5, context=D[0])], []),
     "ourselves": (
-        lambda c: [
-            claim(c, ASKED, 48, 5, chain=b"".join(c.prompt(ASKED).digests[3:8]), source=48, context=D[0])
-        ],
+        lambda c: [claim(c, ASKED, 48, 5, names=list(c.prompt(ASKED).digests[3:8]), source=48, context=D[0])],
         [],
     ),
 }
@@ -344,16 +342,17 @@ async def test_what_a_hostile_client_can_find(connect: Connect, node: Any) -> No
     doc = tokens_of(1, 160)
     await stored(client, doc)
     peer = await meet(node)
-    own = protocol.Open(client.namespace.digest, 16, "raw", client.chunk_nbytes, "hand")
-    peer.send(own, request_id=2)
+    peer.send(protocol.Open(client.namespace.digest, 16, "raw", client.chunk_nbytes, "hand"), request_id=2)
     assert (await peer.answer()).handle == 1
     probes = fingerprints(client.namespace, TenantKey.public(), doc).astype("<u8").tobytes()
     for handle, blocks in ((0, 0), (1, 10)):
         peer.send(protocol.Locate(handle, b"", 0, probes, 1), request_id=3)
         answer = await peer.answer()
-        assert sum(len(span.chain) // 16 for span in answer.spans) == blocks
+        assert sum(len(span.seals) // 32 for span in answer.spans) == blocks
     (span,) = answer.spans
-    assert span == protocol.Span(0, 0, b"", b"".join(client.prompt(doc).digests), span.digests)
+    own = list(client.prompt(doc).digests)
+    ours = modular_digests(client.namespace, TenantKey.public(), doc)
+    assert span == protocol.Span(0, 0, b"", seal(ours, own)) and unseal(span.seals, ours) == own
     rng = np.random.default_rng(0)
     for seed in range(20):
         peer.send(protocol.Locate(1, rng.bytes(16 * seed), seed, rng.bytes(8 * 4096), 1), request_id=4)
@@ -362,7 +361,7 @@ async def test_what_a_hostile_client_can_find(connect: Connect, node: Any) -> No
     answer = await peer.answer()
     assert len(answer.spans) <= protocol.MAX_PROBES // 16 and answer.blocks == 0
 
-    tail = span.chain[-16:]
+    tail = own[-1]
     peer.send(protocol.Fetch(1, b"", (0, 3), 5000, 1 << 20, ((tail, 11), (tail, 2), (D[0], 1))), request_id=6)
     assert await peer.answer() == protocol.Fetching(0, (0, 2, 0))
     layers = [await peer.answer() for _ in range(2)]
@@ -373,6 +372,37 @@ async def test_what_a_hostile_client_can_find(connect: Connect, node: Any) -> No
     assert await peer.answer() == protocol.Fetched(0)
     assert node.status()["store"]["leases"] == 0
     assert (await client.match(prompt_of(3, doc), modular=True)).modular_tokens == 144
+
+
+@pytest.mark.parametrize("block_size", [8, 16, 64])
+async def test_no_digest_is_told_to_who_only_names_fingerprints(
+    connect: Connect, node: Any, block_size: int
+) -> None:
+    """A causal digest is the right to read a block, a modular one opens its seal. Whoever presents a matching
+    fingerprint, guessed or seen, is told neither, in no part of the answer."""
+    client = await connect(SPEC, block_size=block_size)
+    system, doc = tokens_of(2, 5 * 64), tokens_of(1, 6 * 64)
+    for tokens in (doc, prompt_of(system, doc), prompt_of(3, system, doc, doc)):
+        await stored(client, tokens)
+    peer = await meet(node)
+    peer.send(
+        protocol.Open(client.namespace.digest, block_size, "raw", client.chunk_nbytes, "x"), request_id=2
+    )
+    handle = (await peer.answer()).handle
+    secret = {*client.prompt(doc).digests, *client.prompt(prompt_of(system, doc)).digests}
+    secret |= set(client.prompt(prompt_of(3, system, doc, doc)).digests)
+    for tokens in (doc, system, prompt_of(3, system, doc, doc)):
+        secret |= set(modular_digests(client.namespace, TenantKey.public(), tokens))
+    found = 0
+    for asked in (doc, prompt_of(7, system, doc, doc), prompt_of(doc[5:], system[3:]), system[block_size:]):
+        for least in (1, 4):
+            probes = fingerprints(client.namespace, TenantKey.public(), asked).astype("<u8").tobytes()
+            peer.send(protocol.Locate(handle, b"", 0, probes, least), request_id=3)
+            answer = await peer.answer()
+            found += sum(len(span.seals) // 32 for span in answer.spans)
+            _, body = protocol.encode(answer)
+            assert not [digest for digest in secret if digest in body or digest[:8] in body]
+    assert found > 8 and any(span.context for span in answer.spans)
 
 
 async def test_random_prompts_hold_what_they_say(connect: Connect) -> None:

@@ -20,6 +20,7 @@ from hypercache.client.plan import (
     whole,
 )
 from hypercache.errors import ProtocolError, SpecError
+from hypercache.keys import context_name, seal
 
 SIZE = 16
 
@@ -36,14 +37,23 @@ def chain(source: int, blocks: int) -> bytes:
     return b"".join(digest("H", source + i * SIZE) for i in range(blocks))
 
 
+def named(token: int) -> bytes:
+    return context_name(digest("H", token))
+
+
+def sealed(at: int, names: bytes) -> bytes:
+    """So closed that our digests of the tokens from ``at`` on open it."""
+    names_ = [names[i : i + 16] for i in range(0, len(names), 16)]
+    return seal(ours(at, at + len(names_) * SIZE), names_)
+
+
 def claim(at: int, blocks: int, source: int = 320, **wrong: object) -> protocol.Span:
     """What an honest server says of a run that stands at ``at``."""
     fields: dict[str, object] = {
         "at": at,
         "source": source,
-        "context": digest("H", source - SIZE) if source else b"",
-        "chain": chain(source, blocks),
-        "digests": b"".join(ours(at, at + blocks * SIZE)),
+        "context": named(source - SIZE) if source else b"",
+        "seals": sealed(at, chain(source, blocks)),
     }
     return protocol.Span(**{**fields, **wrong})  # type: ignore[arg-type]
 
@@ -64,7 +74,7 @@ def test_an_honest_answer_is_taken_as_it_is() -> None:
     first, second = claim(50, 4), claim(114, 5, 0)
     spans = search().believe([first, second])
     assert spans == [
-        ModularSpan(50, 114, 320, digest("H", 304), chain(320, 4)),
+        ModularSpan(50, 114, 320, named(304), chain(320, 4)),
         ModularSpan(114, 194, 0, b"", chain(0, 5)),
     ]
     assert [span.tail for span in spans] == [digest("H", 368), digest("H", 64)]
@@ -77,17 +87,17 @@ LIES = {
     "past the last token but one": claim(1000 - 4 * SIZE, 4),
     "far outside": claim(1 << 40, 4),
     "no block": claim(100, 0),
-    "half a block": claim(100, 4, chain=b"x" * 65, digests=b"y" * 65),
-    "more names than blocks": claim(100, 4, chain=b"x" * 80),
+    "half a block": claim(100, 4, seals=sealed(100, chain(320, 4)) + b"x" * 16),
     "off its grid": claim(100, 4, 321),
     "from before the start": claim(100, 4, -16),
     "from farther than any prompt goes": claim(100, 4, 1 << 31),
     "a head with a context": claim(100, 4, 0, context=digest("H", 0)),
     "a middle without one": claim(100, 4, context=b""),
     "half a context": claim(100, 4, context=b"x" * 15),
-    "other tokens": claim(100, 4, digests=b"z" * 64),
+    "other tokens": claim(100, 4, seals=sealed(101, chain(320, 4))),
+    "names in clear": claim(100, 4, seals=b"".join(map(bytes.__add__, ours(100, 164), ours(100, 164)))),
     "too few blocks": claim(100, 3),
-    "the prompt itself": claim(96, 4, 96, chain=digest("own", 6) + b"x" * 48),
+    "the prompt itself": claim(96, 4, 96, seals=sealed(96, digest("own", 6) + b"x" * 48)),
 }
 
 
@@ -108,9 +118,9 @@ def test_a_run_ends_where_its_blocks_are_not_ours() -> None:
     """Cut, with the name of the block that is its last now; too short then, it is dropped."""
     run = claim(100, 8)
     for bad in range(8):
-        digests = bytearray(run.digests)
-        digests[bad * 16 + 3] ^= 1
-        spans = search().believe([claim(100, 8, digests=bytes(digests))])
+        seals = bytearray(run.seals)
+        seals[bad * 32 + 3] ^= 1
+        spans = search().believe([claim(100, 8, seals=bytes(seals))])
         if bad < 4:
             assert spans == []
         else:
@@ -121,9 +131,9 @@ def test_a_run_ends_where_its_blocks_are_not_ours() -> None:
 def test_runs_are_cut_at_borders_and_stay_within_segments() -> None:
     segments = [(100, 100 + 6 * SIZE), (100 + 6 * SIZE, 400), (410, 500)]
     (a, b) = search(segments=segments).believe([claim(100, 11)])
-    assert (a.start, a.stop, a.source, a.context) == (100, 196, 320, digest("H", 304))
-    assert (b.start, b.stop, b.source, b.context) == (196, 276, 416, digest("H", 400))
-    assert b.context == a.tail and b.tail == digest("H", 320 + 10 * SIZE)
+    assert (a.start, a.stop, a.source, a.context) == (100, 196, 320, named(304))
+    assert (b.start, b.stop, b.source, b.context) == (196, 276, 416, named(400))
+    assert b.context == context_name(a.tail) and b.tail == digest("H", 320 + 10 * SIZE)
     assert search(segments=segments).believe([claim(99, 4)]) == []  # a window that nobody asked for
     assert search(segments=segments).believe([claim(350, 4)]) == []  # across the border at 400
     assert search(segments=[(100, 164), (164, 228)], least=5).believe([claim(100, 8)]) == []
@@ -221,7 +231,7 @@ def test_bodies_at_their_limits_are_within_their_caps() -> None:
     """The largest request and answer that the checks let through are never refused by size."""
     block, mark = bytes(protocol.DIGEST_BYTES), bytes(protocol.MARK_BYTES)
     most = 1 << 62
-    spans = tuple(protocol.Span(1 << 31, 1 << 31, block, block, block) for _ in range(protocol.MAX_CHAINS))
+    spans = tuple(protocol.Span(1 << 31, 1 << 31, block, block * 2) for _ in range(protocol.MAX_CHAINS))
     for message in (
         protocol.Locate(1 << 31, block * protocol.MAX_BLOCKS, 1 << 31, bytes(8 << 17), 1 << 17),
         protocol.Store(
