@@ -129,7 +129,6 @@ class Session:
 
     def on_lost(self, channel: Channel, error: Exception | None) -> None:
         self._end_streams()
-        self.context.store.drop_owner(self)
         self.context.open_layers -= sum(namespace.layers for namespace in self._handles)
         self._handles.clear()
         if isinstance(error, FrameError):
@@ -166,12 +165,13 @@ class Session:
 
     def _end_streams(self) -> None:
         """All transfers end here and now; their memory is free as soon as the channel has let go of it."""
+        self.context.store.drop_owner(self)  # all at once, so that it is done in steps
         for fetch in list(self._fetches.values()):
             self.channel.remove_source(fetch)
             fetch.cancel()
         for request_id, store in list(self._stores.items()):
             self.channel.drop_sink(request_id)
-            store.cancel()
+            store.lost()
             self._store_ended(store)
         self._stores.clear()
 

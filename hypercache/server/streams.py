@@ -275,6 +275,11 @@ class StoreStream:
             self._settle(index, "aborted")
             self._store.abort(target)
 
+    def lost(self) -> None:
+        """The client is gone: ``BlockStore.drop_owner`` ends what it reserved."""
+        for index in list(self._open):
+            self._settle(index, "aborted")
+
     def _settle(self, index: int, how: str) -> None:
         del self._open[index]
         self.outcome[how] += 1

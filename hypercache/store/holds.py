@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from hypercache.errors import HyperCacheError
 from hypercache.store.index import Block
 
+LEASE_OVERHEAD = 1024  # the lease, its entries here and there, and the stream that sends from it
+
 Reason = Literal["exists", "pending", "orphan", "full", "too_large"]
+
+
+def lease_nbytes(blocks: int, chains: int) -> int:
+    """Bytes of memory that a lease on so many blocks takes: references to them and to those that are held,
+    and a count a chain."""
+    return LEASE_OVERHEAD + 8 * blocks + 24 * chains
 
 
 class HoldEnded(HyperCacheError):
@@ -31,7 +39,7 @@ class Hold:
 
     __slots__ = ("ended", "held_blocks", "owner", "pins")
 
-    def __init__(self, owner: Hashable, blocks: tuple[Block, ...]) -> None:
+    def __init__(self, owner: Hashable, blocks: Sequence[Block]) -> None:
         self.owner = owner
         self.held_blocks = blocks  # of one namespace; empty: holds nothing (any more)
         self.pins = 0
@@ -45,19 +53,34 @@ class Hold:
 class Lease(Hold):
     """A counted, time-limited hold on ``blocks``: one chain after the other, ``counts`` of each.
 
-    ``expires`` is in the clock of ``now``. Read only while ``open``, or while you have it pinned.
+    ``expires`` is in the clock of ``now``. Read only while ``open``, or while you have it pinned; ``blocks``
+    is empty when both are over.
     """
 
     __slots__ = ("blocks", "counts", "expires", "id")
 
     def __init__(
-        self, owner: Hashable, chains: Sequence[Sequence[Block]], lease_id: int, expires: float
+        self, owner: Hashable, blocks: list[Block], counts: tuple[int, ...], lease_id: int, expires: float
     ) -> None:
-        super().__init__(owner, tuple(chain[-1] for chain in chains if chain))
-        self.blocks = [block for chain in chains for block in chain]
-        self.counts = tuple(map(len, chains))
+        self.blocks = blocks
+        self.counts = counts
+        super().__init__(owner, [chain[-1] for chain in self.chains])
         self.id = lease_id
         self.expires = expires
+
+    @property
+    def chains(self) -> Iterator[list[Block]]:
+        """Each chain that has blocks."""
+        end = 0
+        for count in self.counts:
+            end += count
+            if count:
+                yield self.blocks[end - count : end]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of memory that it takes itself, in the store and in whoever sends from it."""
+        return lease_nbytes(len(self.blocks), len(self.counts))
 
     def __repr__(self) -> str:
         return f"<lease {self.id} blocks={len(self.blocks)} pins={self.pins} {self.ended or 'open'}>"

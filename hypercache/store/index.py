@@ -176,29 +176,34 @@ def detach(block: Block) -> None:
         parent.held -= 1
 
 
-def hold(block: Block) -> None:
-    """Keep ``block`` and its ancestors where they are until :func:`unhold`."""
+def hold(block: Block) -> int:
+    """Keep ``block`` and its ancestors where they are until :func:`unhold`. Returns how many were not held
+    yet: what it has cost."""
+    count = 0
     node: Block | None = block
     while node is not None:
         node.held += 1
         if node.held > 1:
-            return
+            break
         node.slab.held += 1
         node = node.parent
+        count += 1
+    return count
 
 
-def unhold(block: Block) -> list[Block]:
-    """Undo one :func:`hold`. Returns the blocks that nothing holds any more, deepest first."""
+def unhold(block: Block, steps: int) -> tuple[list[Block], Block | None]:
+    """Undo one :func:`hold`, as far as ``steps`` go. Returns the blocks that nothing holds any more, deepest
+    first, and the ancestor whose hold is still to be undone, if there is one."""
     loose: list[Block] = []
     node: Block | None = block
-    while node is not None:
+    while node is not None and len(loose) < steps:
         node.held -= 1
         if node.held:
-            break
+            return loose, None
         node.slab.held -= 1
         loose.append(node)
         node = node.parent
-    return loose
+    return loose, node
 
 
 def subtree(block: Block) -> list[Block]:

@@ -27,6 +27,8 @@ LAYER_OVERHEAD = 4  # ... and per layer of it (its checksum). tests/store/test_m
 NAMESPACE_OVERHEAD = 2048  # per namespace that has blocks ...
 NAMESPACE_LAYER_OVERHEAD = 96  # ... and per layer of it (its chunk's size and place)
 _REAP_ON_DEMAND = 64
+_LET_GO_ON_DEMAND = 1024
+_LET_GO_AT_ONCE = 8192  # blocks that the end of one hold lets go of there and then: about a millisecond
 
 
 def index_nbytes(layers: int) -> int:
@@ -55,6 +57,7 @@ class Room:
         self._leaves: dict[int, ColdQueue[Block]] = {}  # per slot size
         self._slabs: ColdQueue[Slab[Block]] = ColdQueue()
         self._dead: list[Tree] = []  # cleared, not yet freed
+        self.ending: list[Block] = []  # on each, one hold is still to be undone: see let_go
         self._nowhere: Slab[Block] = Slab(SizeClass(0, 0, 0), 0, 0)  # where blocks without a slot lie
 
     # -- in
@@ -78,7 +81,7 @@ class Room:
         if self.index_used + charge > self.index_capacity:
             self.reap(_REAP_ON_DEMAND)
         while self.index_used + charge > self.index_capacity:
-            if not self._evict_coldest():
+            if not self._evict_coldest() and not self.let_go(_LET_GO_ON_DEMAND):
                 return False
         return True
 
@@ -102,7 +105,7 @@ class Room:
             self.reap(_REAP_ON_DEMAND)
             found = self.arena.allocate(klass)
         while found is None:
-            if not self._evict_for(klass):
+            if not self._evict_for(klass) and not self.let_go(_LET_GO_ON_DEMAND):
                 return False
             found = self.arena.allocate(klass)
         slab, slot = found
@@ -138,8 +141,23 @@ class Room:
     # -- held
 
     def drop_hold(self, block: Block) -> None:
-        """End one hold on ``block``. What nothing holds any more can be evicted; if hidden, it goes now."""
-        for node in unhold(block):
+        """End one hold on ``block``. What nothing holds any more can be evicted; if hidden, it goes now. A
+        very deep block's first ancestors stay held until :meth:`let_go` comes to them."""
+        self._undo(block, _LET_GO_AT_ONCE)
+
+    def let_go(self, steps: int) -> bool:
+        """Undo holds that wait in ``ending``, up to ``steps`` blocks. False if there were none."""
+        if not self.ending:
+            return False
+        while self.ending and steps > 0:
+            steps -= 1 + self._undo(self.ending.pop(), steps)
+        return True
+
+    def _undo(self, block: Block, steps: int) -> int:
+        loose, rest = unhold(block, steps)
+        if rest is not None:
+            self.ending.append(rest)
+        for node in loose:
             if node.slab.held == 0 and node.placed:
                 self._slabs.push(node.slab)
             if node.child is None:
@@ -147,6 +165,7 @@ class Room:
                     self._free(node)
                 else:
                     self._offer(node)
+        return len(loose)
 
     def _offer(self, block: Block) -> None:
         if block.evictable:

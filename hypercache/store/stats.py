@@ -17,6 +17,7 @@ class StoreStats:
     bytes_held: int  # slots that leases, reservations and pins keep in place
     bytes_index: int
     bytes_index_limit: int  # without what is kept for the modular index's sieve, 1..2 % of it
+    bytes_leases: int  # that leases themselves take, beside the capacity
     largest_free_run: int
     blocks: int  # visible
     blocks_hidden: int  # being written, waiting for their prefix, or waiting to be freed

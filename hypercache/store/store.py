@@ -17,7 +17,7 @@ import numpy.typing as npt
 
 from hypercache.errors import ConfigError, HyperCacheError, SpecError, StoreFull
 from hypercache.store.arena import MAX_CAPACITY, MIN_CAPACITY, Arena, region_nbytes
-from hypercache.store.holds import HoldEnded, Lease, Reason, Reservation, Skip
+from hypercache.store.holds import HoldEnded, Lease, Reason, Reservation, Skip, lease_nbytes
 from hypercache.store.index import COMMITTED, DOOMED, FREED, Block, Tree
 from hypercache.store.ledger import Ledger
 from hypercache.store.modular import MARK_NBYTES, Located, find
@@ -28,9 +28,12 @@ from hypercache.store.room import Room
 from hypercache.store.stats import StoreStats
 
 INDEX_SHARE = 32  # 1/32 of the capacity is kept for the index: enough for blocks of 32 KiB and more
-CHAIN_BLOCKS = 1 << 17  # of a lease: a chain is short to ask for, however long it is
-_SWEEP_STEPS = 1024  # cleared blocks freed per sweep: a few milliseconds
-_SWEEP_STALLED = 2048  # stalled writers ended per sweep; one in another's way is replaced at once
+_SWEEP_STEPS = 1024  # cleared blocks freed per sweep, leases that expire: a few milliseconds
+_SWEEP_WRITERS = (
+    512  # ended per sweep: stalled, or of owners that are gone; one in another's way goes at once
+)
+_SWEEP_LET_GO = 16384  # blocks let go of per sweep; and when a lease ends, or a frame of it is sent:
+_LET_GO, _LET_GO_UNPINNED = 4096, 1024
 
 
 class BlockStore:
@@ -172,28 +175,33 @@ class BlockStore:
         each of ``chains``: the digest of its last block, and how many blocks it has, counted back from that.
 
         ``Lease.counts`` says what is held: of the run, which may be shorter than asked, and of each chain,
-        all of it or 0. Raises ConfigError for a ttl that is not > 0, SpecError for malformed chains, or if
-        they have more than 131,072 blocks together.
+        all of it or 0. Chains get 0, too, beyond 40,000 or so blocks that they find or newly hold. Raises
+        ConfigError for a ttl that is not > 0, SpecError for malformed chains, and StoreFull if open leases
+        take too much memory already: all together (1/64 of the capacity, or 2 MiB), or this owner's (a
+        quarter of that, or one lease).
         """
         if not ttl_s > 0:
             raise ConfigError(f"lease ttl_s={ttl_s!r}: need a number of seconds > 0")
         for tail, count in chains:
             if type(tail) is not bytes or type(count) is not int or count < 1:
                 raise SpecError("lease: a chain is the digest of its last block and a number of blocks >= 1")
-        if sum(count for _, count in chains) > CHAIN_BLOCKS:
-            raise SpecError(
-                f"lease: more than {CHAIN_BLOCKS} blocks in chains; ask for them in several leases"
-            )
         tree = self._tree(ns)
-        held: list[list[Block]] = [[] for _ in range(1 + len(chains))]
-        if tree is not None:
-            held = [tree.run(digests), *(tree.chain(tail, count) for tail, count in chains)]
-            self._use(tree, held, now)
-        return self._ledger.lease(owner, held, now + min(ttl_s, self.lease_limit_s))
+        asked = len(digests) + sum([count for _, count in chains])
+        if not self._ledger.may_lease(owner, lease_nbytes(asked, 1 + len(chains))):
+            raise StoreFull(
+                f"lease: no memory for one more of up to {asked} blocks; wait until others have ended"
+            )
+        lease = self._ledger.lease(owner, tree, digests, chains, now + min(ttl_s, self.lease_limit_s))
+        if tree is not None and lease.open:
+            self._used_last(tree)
+            self._climbs.use(lease.chains, now)
+        return lease
 
     def release(self, lease: Lease) -> None:
         """End a lease: its own hold and no other. Doing it again changes nothing."""
-        self._ledger.end(lease, "released")
+        if not lease.ended:
+            self._ledger.end(lease, "released")
+            self._room.let_go(_LET_GO)
 
     def chunk(self, block: Block, layer: int) -> memoryview:
         """The encoded bytes of one layer of a leased block, read-only, in place.
@@ -236,7 +244,8 @@ class BlockStore:
             raise SpecError(f"{len(marks)} marks for {len(digests)} digests; give one for each, or none")
         if not all(type(mark) is bytes and len(mark) == MARK_NBYTES for mark in marks):
             raise SpecError(f"a mark must be {MARK_NBYTES} bytes; see hypercache.fingerprint.marks")
-        self._ledger.expire(now)
+        self._ledger.expire(now, _SWEEP_STEPS)
+        self._abort_left_behind(len(digests))  # as many as may come now, so that it never falls behind
         tree = self._tree(ns)
         before = None if parent is None or tree is None else tree.blocks.get(parent)
         reason: Reason | None = "orphan" if parent is not None and before is None else None
@@ -335,7 +344,9 @@ class BlockStore:
         if not held.pins:
             raise HyperCacheError(f"unpin without pin: {held!r}; call it once per pin")
         held.pins -= 1
-        self._ledger.let_go(held)
+        if not held.pins and held.ended:
+            self._ledger.let_go(held)
+            self._room.let_go(_LET_GO_UNPINNED)
 
     # -- removal
 
@@ -362,17 +373,24 @@ class BlockStore:
         return count, nbytes
 
     def drop_owner(self, owner: Hashable) -> None:
-        """A client is gone: its leases end and its reservations abort."""
-        for held in self._ledger.owned_by(owner):
-            if isinstance(held, Reservation):
-                self.abort(held, "its owner is gone")
-            else:
-                self._ledger.end(held, "its owner is gone")
+        """A client is gone: its leases end and its reservations abort; of more than some hundreds the rest
+        in the next sweeps."""
+        self._ledger.part(owner)
+        self._abort_left_behind(_SWEEP_WRITERS)
+        self._room.let_go(_LET_GO)
+
+    def _abort_left_behind(self, limit: int) -> None:
+        for writer in self._ledger.left_behind(limit):
+            if isinstance(writer, Reservation):
+                self.abort(writer, "its owner is gone")
 
     def sweep(self, now: float) -> None:
-        """Housekeeping, every second or so: expired leases, stalled writers, some of what was cleared."""
-        self._ledger.expire(now)
-        for writer in self._ledger.stalled_since(now - self.store_stall_s, _SWEEP_STALLED):
+        """Housekeeping, several times a second: expired leases, stalled writers, some of what was cleared, of
+        what was let go and of what those left behind who are gone. Each in steps: it takes milliseconds."""
+        self._ledger.expire(now, _SWEEP_STEPS)
+        self._room.let_go(_SWEEP_LET_GO)
+        self._abort_left_behind(_SWEEP_WRITERS)
+        for writer in self._ledger.stalled_since(now - self.store_stall_s, _SWEEP_WRITERS):
             self._ledger.stalled += 1
             self.abort(writer, "the writer had stalled")
         self._climbs.go(_SWEEP_STEPS)
@@ -398,6 +416,7 @@ class BlockStore:
             bytes_held=room.held_nbytes(),
             bytes_index=room.index_used,
             bytes_index_limit=room.index_capacity,
+            bytes_leases=ledger.lease_bytes,
             largest_free_run=self._arena.largest_free_run(),
             blocks=room.visible,
             blocks_hidden=room.blocks - room.visible,

@@ -92,6 +92,7 @@ def live_blocks(store: BlockStore) -> list[Block]:
         found |= dict.fromkeys(tree.blocks.values())
     for mine in store._ledger._owned.values():
         found |= dict.fromkeys(block for held in mine for block in held.held_blocks)
+    found |= dict.fromkeys(store._room.ending)
     for block in list(found):
         while block.parent is not None:
             block = block.parent
@@ -124,6 +125,7 @@ def audit(store: BlockStore, pinned: Iterable[Lease | Reservation] = ()) -> None
     children = Counter(id(b.parent) for b in blocks)
     held_children = Counter(id(b.parent) for b in blocks if b.held)
     own = Counter(id(b) for mine in store._ledger._owned.values() for h in mine for b in h.held_blocks)
+    ending = Counter(map(id, room.ending))
     assert room._nowhere.held == sum(not b.placed and b.held > 0 for b in blocks)
     for block in blocks:
         assert block.state != FREED
@@ -141,6 +143,7 @@ def audit(store: BlockStore, pinned: Iterable[Lease | Reservation] = ()) -> None
         assert linked == children[id(block)]
         # Holds: its held children's, its own, one while it waits, and ended ones that ``pinned`` keeps.
         kept = sum(b is block for h in pinned if not h.open for b in h.held_blocks)
+        kept += ending[id(block)]
         assert block.held == held_children[id(block)] + own[id(block)] + (block.state == COMPLETE) + kept
         assert (block.writer is not None) == (block.state == PENDING)
         if block.state == COMMITTED and block.evictable:

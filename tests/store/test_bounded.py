@@ -237,7 +237,7 @@ def test_b01_stalled_writers_are_ended_some_at_a_time_and_are_in_nobodys_way(mak
     assert 0 < left < 5000 and store.stats().stalled_total == 5000 - left
     (entry,) = store.reserve(ns, None, chain("4 999", 1), "new", 5.0)
     assert isinstance(entry, Reservation)
-    for _ in range(4):
+    for _ in range(9):
         store.sweep(5.0)
     assert store.stats().reservations == 1 and entry.open
     assert store.stats().stalled_total == 5000

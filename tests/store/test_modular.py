@@ -618,7 +618,6 @@ def test_a_lease_on_chains_expires_like_any_other(store: BlockStore) -> None:
     [
         *([(b"x" * 16, count)] for count in (0, -1, 1.0, True, None)),
         [("x" * 16, 1)],
-        [(b"x" * 16, 1 << 17), (b"y" * 16, 1)],
     ],
 )
 def test_chains_that_are_none_are_refused(store: BlockStore, chains: Any) -> None:

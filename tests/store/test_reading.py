@@ -130,13 +130,14 @@ def test_d05_a_lease_ends_its_own_hold_only(store: BlockStore) -> None:
     second = store.lease(ns, [digest], "r", 30.0, 0.0)
     store.release(first)
     store.release(first)
-    assert second.open and second.blocks[0].held == 1
+    (block,) = second.blocks
+    assert second.open and block.held == 1
     put(store, ns, chain("q", 20), 1.0)
     assert intact(store, second.blocks)
     store.release(second)
     store.release(second)
     store.release(first)
-    assert second.blocks[0].held == 0
+    assert second.blocks == [] and block.held == 0
     audit(store)
 
 
@@ -200,11 +201,12 @@ def test_d09_after_its_lease_a_reader_gets_an_error_and_never_the_new_owners_byt
     digests = chain("p", 3)
     put(store, ns, digests, 0.0)
     lease = store.lease(ns, digests, "slow", 2.0, 0.0)
-    assert intact(store, lease.blocks)
+    blocks = lease.blocks
+    assert len(blocks) == 3 and intact(store, blocks)
     put(store, ns, chain("q", 4), 1.0)
     put(store, ns, chain("r", 7), 2.0)  # the lease is over: its memory is used again
     assert not lease.open
-    for block in lease.blocks:
+    for block in blocks:
         with pytest.raises(HoldEnded, match="lease has ended"):
             store.chunk(block, 0)
     with pytest.raises(HoldEnded, match="expired"):
