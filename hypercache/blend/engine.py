@@ -101,8 +101,8 @@ def run(
         if layer_ready is not None:
             layer_ready(layer)
         rows = work.through(layer, rows)
-    if work.exact and kv.exact >= parts.exact:
-        kv.mark_exact(kv.tokens)
+    if kv.exact >= parts.exact:
+        kv.mark_exact(len(tokens) if work.exact else int(parts.reused[0]))
     hidden = engine.hidden(rows)
     return Blended(engine.logits(hidden[-1]), hidden, parts.missing, work.report())
 

@@ -126,7 +126,7 @@ def prefill(
     def compute(exact: int, modular: Sequence[ModularSpan], ready: LayerReady | None = None) -> Prefilled:
         if blend is None:
             logits = engine.run(ids[exact:], kv, exact, ready)
-            kv.mark_exact(kv.tokens)  # whatever approximate ones these buffers had before
+            kv.mark_exact(len(ids))  # whatever was there before; what is behind stays
             return Prefilled(len(ids), logits, kv, _NOTHING)
         spans = [Reused(span.start, span.stop) for span in modular]
         done = run(cast("Layered", engine), ids, kv, exact, spans, blend, ready)
@@ -214,6 +214,8 @@ def greedy(engine: Engine, prefilled: Prefilled, count: int) -> list[int]:
         out.append(int(np.argmax(logits)))
         if len(out) < count:
             logits = engine.run(out[-1:], prefilled.kv, position)
+            if prefilled.kv.exact >= position:
+                prefilled.kv.mark_exact(position + 1)
     return out
 
 

@@ -425,14 +425,24 @@ def test_what_only_approximates_is_never_stored(stocked: SyncClient) -> None:
     same(exact, prefill(ENGINE, ASKED))
 
 
-def test_buffers_that_were_blended_into_are_exact_again_when_computed_anew(stocked: SyncClient) -> None:
+def test_buffers_that_were_blended_into_are_exact_again_where_computed_anew(stocked: SyncClient) -> None:
+    """And nowhere else: a shorter prompt leaves approximate ones behind it."""
     kv = KVBuffers.allocate(ENGINE.spec, len(ASKED))
     other = prompt(60, 40)
     for blend, caching in ((None, False), (Blend(0.15), False), (None, True), (Blend(0.15), True)):
         prefill(ENGINE, ASKED, stocked, kv, blend=Blend(0.15))
         assert kv.exact == 37
-        prefill(ENGINE, other, stocked if caching else None, kv, blend=blend)
-        assert kv.exact == len(ASKED)
+        found = prefill(ENGINE, other, stocked if caching else None, kv, blend=blend)
+        assert kv.exact == len(other)
+        greedy(ENGINE, found, 4)
+        assert kv.exact == len(other) + 3
+    prefill(ENGINE, ASKED, stocked, kv, blend=Blend(0.15))
+    kv.mark_approximate(5)  # of a prompt before
+    prefill(ENGINE, ASKED, stocked, kv, blend=Blend(0.15))
+    assert kv.exact == 37  # 32 came, five were computed
+    got = prefill(ENGINE, ASKED, stocked, kv, blend=Blend(0.15))
+    greedy(ENGINE, dataclasses.replace(got, tokens=300), 3)
+    assert kv.exact == 37
 
 
 def test_a_blend_without_a_cache_or_a_find_says_that_it_did_nothing(client: SyncClient) -> None:
