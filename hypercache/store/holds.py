@@ -15,9 +15,9 @@ Reason = Literal["exists", "pending", "orphan", "full", "too_large"]
 
 
 def lease_nbytes(blocks: int, chains: int) -> int:
-    """Bytes of memory that a lease on so many blocks takes: references to them and to those that are held,
-    and a count a chain."""
-    return LEASE_OVERHEAD + 8 * blocks + 24 * chains
+    """Bytes of memory that a lease on so many blocks takes: a reference to each; for each chain another, and
+    its count."""
+    return LEASE_OVERHEAD + 8 * blocks + 56 * chains
 
 
 class HoldEnded(HyperCacheError):

@@ -66,7 +66,9 @@ class Ledger:
                 steps -= 2 * count + hold(found[-1])
                 blocks += found
             counts.append(len(found))
-        lease = Lease(owner, blocks, tuple(counts), self._next_lease, expires)
+        lease = Lease(
+            owner, blocks.copy(), tuple(counts), self._next_lease, expires
+        )  # a list that grew is larger
         self._next_lease += 1
         if tree is None or not blocks:
             lease.ended = "nothing was found"

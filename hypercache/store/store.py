@@ -32,8 +32,8 @@ _SWEEP_STEPS = 1024  # cleared blocks freed per sweep, leases that expire: a few
 _SWEEP_WRITERS = (
     512  # ended per sweep: stalled, or of owners that are gone; one in another's way goes at once
 )
-_SWEEP_LET_GO = 16384  # blocks let go of per sweep; and when a lease ends, or a frame of it is sent:
-_LET_GO, _LET_GO_UNPINNED = 4096, 1024
+_SWEEP_LET_GO = 16384  # blocks let go of per sweep: the same ...
+_LET_GO = 4096  # ... and when a lease ends, or the last frame of it has been sent
 
 
 class BlockStore:
@@ -346,7 +346,7 @@ class BlockStore:
         held.pins -= 1
         if not held.pins and held.ended:
             self._ledger.let_go(held)
-            self._room.let_go(_LET_GO_UNPINNED)
+            self._room.let_go(_LET_GO)
 
     # -- removal
 

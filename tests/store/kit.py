@@ -183,4 +183,5 @@ def audit_windows(store: BlockStore, blocks: Iterable[Block]) -> None:
     assert set(found) == {block for block in blocks if block.state == COMMITTED and block.fingerprint}
     assert all((block.newer is None) == (block.older is None) == (block not in found) for block in blocks)
     counts = sieve._array
-    assert {int(slot): int(counts[slot]) + sieve._more.get(slot, 0) for slot in counts.nonzero()[0]} == slots
+    taken = counts.nonzero()[0].tolist()
+    assert {slot: int(counts[slot]) + sieve._more.get(slot, 0) for slot in taken} == slots
