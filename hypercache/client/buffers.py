@@ -153,6 +153,11 @@ class ChunkBuffers:
                 f"the namespace {len(chunk_nbytes)} of {chunk_nbytes[0]}.."
             )
 
+    def check_writable(self) -> None:
+        for index, layer in enumerate(self._layers):
+            if layer.readonly:
+                raise SpecError(f"ChunkBuffers layer {index} is read-only; fetch into a writable array")
+
     def layer(self, index: int) -> memoryview:
         """The bytes of all rows of a layer."""
         return self._layers[index]
@@ -173,9 +178,7 @@ class RowPort:
         return self._rows.exact
 
     def check_writable(self) -> None:
-        for index in range(len(self._rows.sizes)):
-            if self._rows.layer(index).readonly:
-                raise SpecError(f"ChunkBuffers layer {index} is read-only; fetch into a writable array")
+        self._rows.check_writable()
 
     def landing(self, runs: Runs) -> Landing:
         first = self._approximate

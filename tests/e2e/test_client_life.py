@@ -354,10 +354,7 @@ async def test_an_on_layer_that_raises_ends_its_own_fetch_and_no_other(
 class Broken(ChunkBuffers):
     """Memory that is gone when it is needed."""
 
-    def landing(self, runs: Any) -> Any:
-        raise MemoryError("no more")
-
-    def lend(self, runs: Any, wake: Any) -> Any:
+    def layer(self, index: int) -> memoryview:
         raise MemoryError("no more")
 
 
