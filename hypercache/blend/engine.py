@@ -109,7 +109,7 @@ def run(
 
 def check(engine: Any, kv: KVBuffers, settings: Blend) -> None:
     """Raises SpecError unless ``engine`` works layer by layer and ``kv`` and ``settings`` fit it."""
-    typed("settings", settings, Blend)
+    typed("blend settings", settings, Blend, "for example Blend(ratio=0.15)")
     if not all(hasattr(engine, name) for name in ("spec", "shape", "vocab", "embed", "attend")):
         raise SpecError(
             f"{type(engine).__name__} does not compute layer by layer; "
@@ -263,7 +263,7 @@ class _Work:
         if len(parts.reused) == 0:
             note = "nothing was blended: no token is reused from another context"
         elif self._settings.ratio == 0:
-            note = f"nothing was blended: ratio 0 takes all {len(parts.reused)} reused tokens as they are"
+            note = f"nothing was recomputed: ratio 0 takes all {len(parts.reused)} reused tokens as they are"
         elif self._engine.shape.layers == 2 and self._policy.probes and self._settings.ratio < 1:
             note = "nothing was chosen: once layer 0 is computed, all K/V of a model of two layers are exact"
         else:
@@ -271,6 +271,7 @@ class _Work:
         return Report(
             exact=parts.exact,
             reused=len(parts.reused),
+            ratio=self._settings.ratio,
             recomputed=len(self._chosen),
             computed=len(parts.missing),
             by_layer=tuple(self._by_layer),

@@ -65,6 +65,8 @@ class Blend:
             _check_policy("policy", self.policy)
         if self.selector is not None:
             _check_policy("selector", self.selector)
+            if self.policy != "auto":
+                raise SpecError("Blend.selector is what policy 'auto' means; leave out one of the two")
         policy = self.chosen_policy
         if (own := getattr(policy, "check_layer", None)) is not None:
             object.__setattr__(self, "check_layer", count(f"check_layer of policy {policy.name!r}", own, 1))
@@ -88,7 +90,8 @@ class Blend:
 
 def _check_policy(field: str, value: Any) -> None:
     parts = ("name", "probes", "mass_layers", "scores")
-    if not all(hasattr(value, part) for part in parts) or not isinstance(value.name, str):
+    named = isinstance(getattr(value, "name", None), str) and not isinstance(value, type)
+    if not named or not all(hasattr(value, part) for part in parts):
         raise SpecError(
             f"Blend.{field} must be a policy, got {type(value).__name__}; one has {', '.join(parts)}"
         )
@@ -108,7 +111,8 @@ class Report:
     """What a blend did. Counts are tokens.
 
     exact: taken as they are, for they are exact. reused: taken from another context, rotated.
-    recomputed: those of them that were then chosen to be computed anew. computed: those that were missing.
+    ratio: share of the reused to recompute, on average over the layers. recomputed: those that were chosen,
+        the set at its widest. computed: those that were missing.
     by_layer: reused tokens that went through each layer as a whole. 0 in the last: nobody reads what it
         makes of them, there their K/V are all that is computed.
     chosen: positions of the recomputed tokens, ascending.
@@ -120,6 +124,7 @@ class Report:
 
     exact: int
     reused: int
+    ratio: float
     recomputed: int
     computed: int
     by_layer: tuple[int, ...]
@@ -134,6 +139,20 @@ class Report:
     def flops_saved(self) -> float:
         """Share of the full prefill's work that was not done."""
         return 1 - self.flops / self.flops_full
+
+    def __str__(self) -> str:
+        tokens = self.exact + self.reused + self.computed
+        by = f" by {self.policy!r}" if self.policy else ""
+        text = (
+            f"{tokens} tokens: {self.exact} exact, {self.reused} reused ({self.ratio:.0%} of them "
+            f"recomputed{by}), {self.computed} computed; {self.flops_saved:.0%} of the FLOPs saved"
+        )
+        return f"{text}; {self.note}" if self.note else text
+
+    def as_dict(self) -> dict[str, Any]:
+        """All of it but ``chosen``, for JSON."""
+        named = {name: getattr(self, name) for name in self.__dataclass_fields__ if name != "chosen"}
+        return {**named, "by_layer": list(self.by_layer), "flops_saved": self.flops_saved}
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,6 +23,7 @@ from hypercache import checks
 from hypercache.blend import Blend, Layered, Report, Reused, Shape, check, run
 from hypercache.blend.selector import Selector
 from hypercache.client import Client, FetchResult, Match, ModularSpan, StoreResult, SyncClient
+from hypercache.client.plan import MIN_RUN
 from hypercache.client.sync import SyncTransfer
 from hypercache.engines import LayerReady, selectors
 from hypercache.errors import HyperCacheError, SpecError
@@ -88,6 +89,7 @@ def prefill(
     *,
     blend: Blend | None = None,
     segments: Sequence[tuple[int, int]] | None = None,
+    min_run: int = MIN_RUN,
 ) -> Prefilled:
     """Run a prompt, through ``client``'s cache where one is given.
 
@@ -97,7 +99,8 @@ def prefill(
         (:class:`hypercache.blend.Layered`). Its policy "auto" is the selector calibrated for the engine's
         model, with the check layer it was calibrated for, if there is one that can be used:
         :mod:`hypercache.engines.selectors`.
-    segments: with ``blend``, the spans of tokens that may move, as in :meth:`Client.match`; None: any.
+    segments, min_run: with ``blend``, the spans of tokens that may move and the least tokens of a run, as in
+        :meth:`Client.match`.
 
     Raises TokenError for what is not token ids, SpecError for an empty prompt, another model's client, and
     what is no engine or no blocking client.
@@ -120,6 +123,7 @@ def prefill(
             f"(client's, engine's: {client.model.differences(engine.spec)}); connect with model=engine.spec"
         )
     if blend is not None:
+        checks.typed("blend", blend, Blend, "for example blend=Blend(ratio=0.15)")
         check(engine, kv, blend)
         blend = _with_selector(blend, cast("Layered", engine))
 
@@ -133,11 +137,25 @@ def prefill(
         return Prefilled(len(ids), done.logits, kv, _NOTHING, done.report)
 
     if client is None:
-        return replace(compute(0, ()), fetch=replace(_NOTHING, reason="no cache"))
-    match = client.match(ids) if blend is None else client.match(ids, modular=True, segments=segments)
+        return _because(replace(compute(0, ()), fetch=replace(_NOTHING, reason="no cache")), "no cache")
+    if blend is None:
+        match = client.match(ids)
+    else:
+        match = client.match(ids, modular=True, segments=segments, min_run=min_run)
     if match.hit_tokens == 0 and not match.modular:
-        return replace(compute(0, ()), fetch=replace(_NOTHING, reason=match.reason))
-    return _while_fetched(client.start_fetch(match, kv), match, compute)
+        found = replace(compute(0, ()), fetch=replace(_NOTHING, reason=match.reason))
+    else:
+        found = _while_fetched(client.start_fetch(match, kv), match, compute)
+    if match.modular:
+        return found
+    return _because(found, client.modular_refusal or match.reason or "all of it is an exact hit")
+
+
+def _because(found: Prefilled, cause: str) -> Prefilled:
+    """With ``cause`` in the note of a blend that found nothing to blend."""
+    if found.report is None:
+        return found
+    return replace(found, report=replace(found.report, note=f"nothing was blended: {cause}"))
 
 
 def _with_selector(blend: Blend, engine: Layered) -> Blend:
@@ -227,6 +245,7 @@ def generate(
     *,
     blend: Blend | None = None,
     segments: Sequence[tuple[int, int]] | None = None,
+    min_run: int = MIN_RUN,
 ) -> Generation:
     """:func:`prefill` through the cache, then :func:`greedy`; new blocks that are exact are stored meanwhile.
 
@@ -237,7 +256,7 @@ def generate(
     count = checks.count("count of tokens to generate", count, 0)
     ids = canonical_tokens(tokens)
     kv = KVBuffers.allocate(engine.spec, len(ids) + count)
-    prefilled = prefill(engine, ids, client, kv, blend=blend, segments=segments)
+    prefilled = prefill(engine, ids, client, kv, blend=blend, segments=segments, min_run=min_run)
     held = prefilled.fetch.hit_tokens
     saving = client.start_store(ids, prefilled.kv.window(0, len(ids)), start=held)
     out = greedy(engine, prefilled, count)

@@ -173,7 +173,6 @@ def test_a_policy_with_a_check_layer_of_its_own_is_asked_there() -> None:
         given[named] = Given(last_first, check_layer=0)
         with pytest.raises(SpecError, match="check_layer of policy 'given' must be an integer >= 1, got 0"):
             Blend(0.1, **given)
-    assert Blend(0.1, "kv", selector=Given(last_first, check_layer=2)).check_layer == 1
 
 
 def test_a_rehearsal_tells_whether_a_policy_fits_a_model() -> None:

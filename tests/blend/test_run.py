@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import sys
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -10,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from hypercache.blend import POLICIES, Blend, Reused, Seen, Shape, run
+from hypercache.blend import POLICIES, Blend, Report, Reused, Seen, Shape, run
 from hypercache.blend.policies import Random
 from hypercache.engines.reference import ReferenceConfig, ReferenceModel
 from hypercache.errors import SpecError, TokenError
@@ -328,7 +330,7 @@ def test_prompts_and_buffers_that_do_not_fit_are_refused() -> None:
         with pytest.raises(SpecError, match=rf"check_layer {layer} leaves nothing to choose .* in 1\.\.3"):
             blended(DOUBLE, Blend(check_layer=layer))
     assert blended(DOUBLE, Blend(0.1, check_layer=3))[0].report.by_layer == (96, 96, 96, 10, 0)
-    with pytest.raises(SpecError, match="settings must be Blend, got float"):
+    with pytest.raises(SpecError, match="blend settings must be Blend, got float"):
         run(model, ids, kv, 12, [], 0.15)  # type: ignore[arg-type]
 
 
@@ -382,3 +384,34 @@ def test_auto_is_the_selector_where_there_is_one() -> None:
     assert blended(DOUBLE, given)[0].report.policy == "boundary"
     named = Blend(0.1, "v", selector=POLICIES["boundary"])
     assert blended(DOUBLE, named)[0].report.policy == "v"
+
+
+def test_a_report_is_told_in_a_line_and_as_json() -> None:
+    report = Report(
+        exact=10,
+        reused=80,
+        ratio=0.15,
+        recomputed=16,
+        computed=10,
+        by_layer=(80, 16, 8, 0),
+        chosen=np.arange(16),
+        flops=40,
+        flops_full=100,
+        flops_reused=20,
+        policy="kv",
+        note="",
+    )
+    assert str(report) == (
+        "100 tokens: 10 exact, 80 reused (15% of them recomputed by 'kv'), 10 computed; "
+        "60% of the FLOPs saved"
+    )
+    assert str(replace(report, policy="", note="why")).endswith("saved; why")
+    told = json.loads(json.dumps(report.as_dict()))
+    assert told["flops_saved"] == 0.6 and told["by_layer"] == [80, 16, 8, 0] and "chosen" not in told
+
+
+def test_settings_that_contradict_each_other_or_are_no_policy_are_refused() -> None:
+    with pytest.raises(SpecError, match="leave out one of the two"):
+        Blend(policy="kv", selector=POLICIES["v"])
+    with pytest.raises(SpecError, match=r"Blend.policy must be a policy, got"):
+        Blend(policy=type(POLICIES["kv"]))  # type: ignore[arg-type]

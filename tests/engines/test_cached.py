@@ -421,7 +421,7 @@ def test_what_only_approximates_is_never_stored(stocked: SyncClient) -> None:
     assert whole.store.stored == 17 and whole.store.reason == ""
     exact = prefill(ENGINE, ASKED, stocked, blend=Blend(0.15))
     assert exact.fetch.hit_tokens == 288 and exact.fetch.modular == ()
-    assert exact.report is not None and "no token is reused" in exact.report.note
+    assert exact.report is not None and "nothing was blended: all of it is an exact hit" in exact.report.note
     same(exact, prefill(ENGINE, ASKED))
 
 
@@ -449,7 +449,7 @@ def test_a_blend_without_a_cache_or_a_find_says_that_it_did_nothing(client: Sync
     for cache in (None, client):
         got = prefill(ENGINE, ASKED, cache, blend=Blend())
         assert got.report is not None and got.report.computed == len(ASKED)
-        assert "no token is reused" in got.report.note and got.fetch.reason
+        assert got.report.note == f"nothing was blended: {got.fetch.reason}" and got.fetch.reason
         np.testing.assert_array_equal(got.logits, prefill(ENGINE, ASKED).logits)
 
 
@@ -497,5 +497,22 @@ def test_an_engine_that_cannot_blend_is_told_before_anything_is_fetched(stocked:
 
     with pytest.raises(SpecError, match=r"Plain does not compute layer by layer; use .*LayeredTransformer"):
         prefill(Plain(), ASKED, stocked, blend=Blend())
-    with pytest.raises(SpecError, match="settings must be Blend, got float"):
+    with pytest.raises(SpecError, match=r"blend must be Blend, got float; .*Blend\(ratio=0.15\)"):
         prefill(ENGINE, ASKED, stocked, blend=0.15)  # type: ignore[arg-type]
+
+
+def test_what_was_switched_off_is_named_beside_an_exact_hit(stocked: SyncClient, uri: str) -> None:
+    """The prefix hits, so the fetch has no reason to give; the blend has."""
+    with connect_sync(uri, model=ENGINE.spec, codec="raw", modular=False) as client:
+        got = prefill(ENGINE, ASKED, client, blend=Blend())
+    assert got.fetch.hit_tokens == 32 and got.report is not None
+    assert got.report.note == f"nothing was blended: {client.modular_refusal}"
+
+
+def test_short_documents_are_reused_where_a_short_run_is_allowed(client: SyncClient) -> None:
+    document = prompt(40, 71)
+    client.store(document, prefill(ENGINE, document).kv)
+    asked = np.concatenate([prompt(5, 72), document, prompt(5, 73)])
+    assert prefill(ENGINE, asked, client, blend=Blend()).fetch.modular == ()
+    found = generate(ENGINE, asked, 1, client, blend=Blend(), min_run=32)
+    assert found.report is not None and found.report.reused == 32
