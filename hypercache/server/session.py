@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
@@ -17,7 +17,7 @@ from fabrics import Channel, FabricError, Frame, Outgoing, Sink
 from fabrics.errors import ChannelClosed, FrameError
 from hypercache import protocol
 from hypercache.errors import HyperCacheError, ProtocolError, SpecError, StoreFull, TooLarge
-from hypercache.keys import BLOCK_SIZES, HASH_VERSION, context_name, seal
+from hypercache.keys import BLOCK_SIZES, HASH_VERSION, SEAL_NBYTES, context_name, seal
 from hypercache.protocol import ErrorCode, Op
 from hypercache.server.context import Context
 from hypercache.server.streams import FetchStream, PutSink, StoreStream
@@ -316,8 +316,7 @@ class Session:
             probes=probes,
             modular=sum([len(run.blocks) for run in found.runs]),
         )
-        spans = tuple([_span(run) for run in found.runs])
-        self._answer(channel, request_id, protocol.Located(found.hit, spans, found.complete))
+        self._answer(channel, request_id, protocol.Located(found.hit, _spans(found.runs), found.complete))
 
     def _fetch(self, channel: Channel, request_id: int, message: protocol.Fetch) -> None:
         namespace, digests = self._request(message.handle, message.digests, least=0)
@@ -454,12 +453,18 @@ class Session:
         self._end(channel)
 
 
-def _span(run: Run) -> protocol.Span:
-    """A run of stored blocks, as it is answered."""
-    blocks = run.blocks
-    context = blocks[0].context
+def _spans(runs: Sequence[Run]) -> tuple[protocol.Span, ...]:
+    """Runs of stored blocks, as they are answered: sealed all at once, as thousands one by one cost more."""
+    blocks = [block for run in runs for block in run.blocks]
     seals = seal([block.modular for block in blocks], [block.digest for block in blocks])
-    return protocol.Span(run.at, run.source, context and context_name(context), seals)
+    spans: list[protocol.Span] = []
+    at = 0
+    for run in runs:
+        end = at + len(run.blocks) * SEAL_NBYTES
+        context = run.blocks[0].context
+        spans.append(protocol.Span(run.at, run.source, context and context_name(context), seals[at:end]))
+        at = end
+    return tuple(spans)
 
 
 __all__ = ["AGENT", "Session"]
