@@ -146,7 +146,7 @@ def prefill(
         found = replace(compute(0, ()), fetch=replace(_NOTHING, reason=match.reason))
     else:
         found = _while_fetched(client.start_fetch(match, kv), match, compute)
-    if match.modular:
+    if blend is None or match.modular:
         return found
     return _because(found, client.modular_refusal or match.reason or "all of it is an exact hit")
 
@@ -199,9 +199,8 @@ def _while_fetched(transfer: SyncTransfer, match: Match, compute: Callable[..., 
         # Whatever ran over tokens that did not come is void, in every layer; and what is left of another
         # context cannot be told any more from what was computed over it.
         found = compute(fetch.hit_tokens, ())
-        if found.report is not None and good[1]:
-            note = f"nothing was blended: K/V were lost on the way ({fetch.reason}), so all was computed"
-            found = replace(found, report=replace(found.report, note=note))
+    if match.modular and found.report is not None and not found.report.reused:
+        found = _because(found, f"K/V were lost on the way ({fetch.reason}), so all was computed")
     return replace(found, fetch=fetch)
 
 

@@ -382,8 +382,6 @@ def test_auto_is_the_selector_where_there_is_one() -> None:
     assert blended(DOUBLE, Blend(0.1))[0].report.policy == "kv"
     given = Blend(0.1, selector=POLICIES["boundary"])
     assert blended(DOUBLE, given)[0].report.policy == "boundary"
-    named = Blend(0.1, "v", selector=POLICIES["boundary"])
-    assert blended(DOUBLE, named)[0].report.policy == "v"
 
 
 def test_a_report_is_told_in_a_line_and_as_json() -> None:
