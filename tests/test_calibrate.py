@@ -189,19 +189,20 @@ def test_a_run_that_ended_goes_on_and_gives_the_same(engine: LayeredTransformer,
     assert kept.count(b"\n") == 1 + 3
     with path.open("ab") as file:
         file.write(b'{"key": "half a li')  # the machine went down while it wrote
-    seen: list[int] = []
+    seen: list[tuple[str, int]] = []
     again = calibrate(
         engine,
         several(4),
         source="s",
         ratio=0.15,
         progress=path,
-        report=lambda what, done, of: seen.append(done),
+        report=lambda what, done, of: seen.append((what, done)),
     )
     assert again.selector.encode() == whole.selector.encode()
     assert again.kl == whole.kl
     assert not path.exists(), "nothing is left of a run that has ended"
-    assert seen[:4] == [1, 2, 3, 4]
+    assert seen[0] == ("going on, 3 prompts were done", 0)
+    assert seen[1:5] == [("learning", done) for done in (1, 2, 3, 4)]
 
 
 def test_progress_of_other_inputs_does_not_count(tmp_path: Path) -> None:
@@ -241,16 +242,16 @@ def letters(text: str) -> list[int]:
 
 def test_text_is_cut_into_passages_that_the_held_out_prompts_do_not_share() -> None:
     text = "".join(chr(300 + i) for i in range(4000))
-    made = prompts.from_text(text, letters, 12, 4, seed=1)
-    assert made == prompts.from_text(text, letters, 12, 4, seed=1)
-    assert made != prompts.from_text(text, letters, 12, 4, seed=2)
+    made = list(prompts.from_text(text, letters, 12, 4, seed=1))
+    assert made == list(prompts.from_text(text, letters, 12, 4, seed=1))
+    assert made != list(prompts.from_text(text, letters, 12, 4, seed=2))
     learned, held = ({segment for one in part for segment in one.segments} for part in (made[:12], made[12:]))
     assert not learned & held
     for asked in made[0].questions:
         assert any(segment[-8:] == asked.ids for segment in made[0].segments)
         assert asked.answer[0] == asked.ids[-1] + 1, "what the text goes on with"
     with pytest.raises(SpecError, match="or more are needed"):
-        prompts.from_text(text[:900], letters, 12, 4, seed=1)
+        next(prompts.from_text(text[:900], letters, 12, 4, seed=1))
 
 
 def lines(tmp_path: Path, *rows: Any) -> Path:
@@ -450,3 +451,37 @@ def twohop(rng: np.random.Generator) -> Prompt:
         documents.append(tuple(facts))
     asked = rng.permutation(15)[:6]
     return Prompt((0,), tuple(documents), tuple(Question((3, int(keys[f])), (0,)) for f in asked))
+
+
+def test_two_runs_on_one_file_do_not_mix(tmp_path: Path) -> None:
+    """The second is refused while the first writes; lines of other inputs are none of ours."""
+    path = tmp_path / "p"
+    with Progress(path, "a") as first:
+        first.put("k", [np.ones(2, np.float32)])
+        with pytest.raises(SpecError, match="written by another run"):
+            Progress(path, "b")
+    line = path.read_bytes().splitlines(keepends=True)[1]
+    with Progress(path, "b") as second:
+        assert len(second) == 0
+        second.put("other", [np.zeros(1)])
+    with path.open("ab") as file:
+        file.write(line)
+    with Progress(path, "b") as again:
+        assert len(again) == 1 and again.get("k") is None
+    with Progress(tmp_path / "empty", "a"):
+        pass
+    assert not (tmp_path / "empty").exists()
+
+
+def test_half_a_surrogate_pair_is_no_text(tmp_path: Path) -> None:
+    path = tmp_path / "p.jsonl"
+    path.write_text('{"text": "\\ud800 word"}\n')
+    with pytest.raises(SpecError, match=r"line 1: .*surrogates"):
+        next(prompts.from_lines(path, lambda text: list(text.encode()), 256, 0))
+
+
+def test_what_cannot_be_read_is_told_before_the_model_is_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["calibrate", "--model", str(tmp_path / "none"), "--prompts", str(tmp_path / "nofile")]) == 2
+    assert "nofile cannot be read" in capsys.readouterr().err

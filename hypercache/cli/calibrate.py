@@ -3,7 +3,8 @@
 Prompts of reused passages are computed in full and from K/V of other contexts; a selector learns to tell the
 tokens whose repair matters by what a blend sees of them at layer 1. No labels are needed: any text will do.
 The result is compared, on prompts that were not learned from, with rotation alone and layer-1 deviation, and
-kept under the model's fingerprint if it is no worse than these. A run that was ended goes on where it was.
+kept under the model's fingerprint if it is no worse than these (exit code 1 if it is). A run that was ended
+goes on where it was.
 """
 
 from __future__ import annotations
@@ -41,7 +42,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "texts or lists of token ids (default: the text in the package)",
     )
     parser.add_argument(
-        "--count", type=int, default=PROMPTS, help="prompts to learn from (default: %(default)s)"
+        "--count",
+        type=int,
+        default=PROMPTS,
+        help="prompts to learn from; a quarter as many more are held out to compare (default: %(default)s)",
     )
     parser.add_argument("--ratio", type=float, default=0.15, help="share to find (default: %(default)s)")
     parser.add_argument("--out", type=Path, metavar="FILE", help="where to put the selector")
@@ -57,6 +61,7 @@ def run(args: argparse.Namespace) -> int:
     from hypercache.engines import calibration, selectors
     from hypercache.engines.load import load
 
+    made_from = source(args.prompts, args.count)  # before the model: what cannot be read is told at once
     console = Console(stderr=True)
     with console.status("loading") as status:
         loaded = load(args.model, args.dtype, status.update)
@@ -64,17 +69,30 @@ def run(args: argparse.Namespace) -> int:
     if out is None:
         raise ConfigError("there is no home directory to keep the selector in; give --out FILE")
     columns = SpinnerColumn(), TextColumn("{task.description}"), MofNCompleteColumn(), TimeElapsedColumn()
+    kept = out.with_name(f"{out.name}.progress")
     with Progress(*columns, console=console) as bar:
         task = bar.add_task("calibrating", total=None)
+
+        def report(what: str, done: int, of: int | None) -> None:
+            bar.update(task, description=what, completed=done, total=of)
+            if not console.is_terminal:
+                console.print(what, done or "", f"of {of}" if of else "", highlight=False)
+
         try:
             outcome = calibration.calibrate(
                 loaded.engine,
                 prompts(loaded, args.prompts, args.count),
-                source=source(args.prompts, args.count),
+                source=made_from,
                 ratio=args.ratio,
-                progress=out.with_name(f"{out.name}.progress"),
-                report=lambda what, done, of: bar.update(task, description=what, completed=done, total=of),
+                progress=kept,
+                report=report,
             )
+        except KeyboardInterrupt:
+            if kept.exists():
+                console.print(
+                    f"ended; what was done is kept in {kept}, the same command goes on", soft_wrap=True
+                )
+            raise
         except OSError as error:
             raise SpecError(f"{error.filename or args.prompts} cannot be read: {error.strerror}") from None
     if outcome.better:
@@ -145,9 +163,12 @@ def show(name: str, outcome: Outcome, out: Path, *, as_json: bool) -> None:
     if outcome.better:
         console.print(f"selector: {out}")
     else:
-        console.print("not kept: it is no better than layer-1 deviation; try other or more --prompts")
+        console.print(
+            "not kept: on the prompts held out it is worse than what blends do without it; more --prompts, "
+            "or such as the model will see, may help. Blends go on by layer-1 deviation."
+        )
     share = f"{outcome.selector.ratio:.0%}"
     console.print(
-        f"KL to full prefill, {outcome.held_out} other prompts: rotated only {kl['rotated']:.4f}, "
-        f"{share} by layer-1 deviation {kl['deviation']:.4f}, {share} by the selector {kl['selector']:.4f}"
+        f"KL to full prefill, {outcome.held_out} other prompts: rotated only {kl['rotated']:.4g}, "
+        f"{share} by layer-1 deviation {kl['deviation']:.4g}, {share} by the selector {kl['selector']:.4g}"
     )

@@ -218,6 +218,8 @@ def calibrate(
     settings = {"model": engine.spec.fingerprint(), "source": source, "ratio": ratio}
     inputs = commit("hypercache.calibration.v1", settings).hex()
     with Progress(progress, inputs) as kept:
+        if len(kept):
+            report(f"going on, {len(kept)} prompts were done", 0, None)
         rows, values, held_out = _learn(engine, prompts, kept, report)
         selector = _fit(engine, rows, values, ratio, inputs)
         kl = _measure(engine, selector, held_out, kept, report)
@@ -245,8 +247,8 @@ def _learn(
         report("learning", len(rows), None)
     if not rows or not held_out:
         raise SpecError(
-            f"{len(rows)} prompts to learn from and {len(held_out)} held out for the comparison are too few; "
-            "give more --prompts"
+            f"{len(rows)} prompts to learn from and {len(held_out)} held out for the comparison are too few: "
+            "one of each is the least, 40 and 10 are sensible; give more --prompts"
         )
     return rows, values, held_out
 

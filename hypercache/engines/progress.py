@@ -8,6 +8,8 @@ counts. Another head means other inputs: then the file is begun anew.
 from __future__ import annotations
 
 import base64
+import contextlib
+import fcntl
 import hashlib
 import json
 from collections.abc import Mapping
@@ -25,14 +27,24 @@ _DTYPES = ("<f4", "<f8")
 
 
 class Progress:
-    """Arrays by key, in ``path``; a context manager, which closes the file. inputs: digest of what they
-    depend on. Raises SpecError if it cannot be written."""
+    """Arrays by key, in ``path``; a context manager, which closes the file, and deletes an empty one.
+
+    inputs: digest of what they depend on. Raises SpecError if it cannot be written, or another run writes it.
+    """
 
     def __init__(self, path: Path, inputs: str) -> None:
         self._path, self._done = path, {}  # type: Path, dict[str, list[Array]]
+        self._inputs = inputs
         try:
             path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._file: IO[bytes] = path.open("a+b")
+            try:
+                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                self._file.close()
+                raise SpecError(
+                    f"{path} is written by another run; wait for it, or choose another --out"
+                ) from None
             self._file.seek(0)
             if self._read(json.dumps({"progress": inputs}).encode() + b"\n") == 0:
                 self._append(json.dumps({"progress": inputs}))
@@ -51,7 +63,7 @@ class Progress:
         """Keep float32 or float64 ``arrays`` under ``key``; gives them back."""
         packed = [_pack(array) for array in arrays]
         body = {"key": key, "arrays": packed}
-        self._append(json.dumps({**body, "check": _check(body)}))
+        self._append(json.dumps({**body, "check": _check(body, self._inputs)}))
         self._done[key] = arrays
         return arrays
 
@@ -59,7 +71,10 @@ class Progress:
         return self
 
     def __exit__(self, *ended: object) -> None:
-        self._file.close()
+        with contextlib.suppress(OSError):  # what could not be written was told when it was tried
+            self._file.close()
+        if not self._done:
+            self.remove()
 
     def remove(self) -> None:
         """Delete the file: the run has come to its end."""
@@ -81,7 +96,7 @@ class Progress:
         try:
             found = json.loads(line)
             check = found.pop("check")
-            if not line.endswith(b"\n") or check != _check(found):
+            if not line.endswith(b"\n") or check != _check(found, self._inputs):
                 return False
             self._done[found["key"]] = [_unpack(item) for item in found["arrays"]]
         except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
@@ -110,5 +125,7 @@ def _unpack(item: Mapping[str, Any]) -> Array:
     return np.frombuffer(base64.b64decode(item["data"]), item["dtype"]).reshape(item["shape"])
 
 
-def _check(body: Mapping[str, Any]) -> str:
-    return hashlib.blake2b(json.dumps(body, sort_keys=True).encode(), digest_size=16).hexdigest()
+def _check(body: Mapping[str, Any], inputs: str) -> str:
+    """Of a line and of what it depends on: a line of other inputs is none of ours."""
+    text = json.dumps([inputs, body], sort_keys=True)
+    return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()

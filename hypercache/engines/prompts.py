@@ -47,7 +47,7 @@ class Prompt:
         return commit("hypercache.calibration.prompt.v1", {"of": (self.prefix, self.segments, asked)}).hex()
 
 
-def from_text(text: str, encode: Encode, count: int, held_out: int, seed: int) -> list[Prompt]:
+def from_text(text: str, encode: Encode, count: int, held_out: int, seed: int) -> Iterator[Prompt]:
     """``count`` prompts to learn from, then ``held_out`` of other passages of the same text.
 
     Each is PASSAGES passages in a random order; it is asked to go on with two of them where they break off,
@@ -67,8 +67,8 @@ def from_text(text: str, encode: Encode, count: int, held_out: int, seed: int) -
         need = PASSAGES * PASSAGE[1] * (4 if held_out else 1)
         raise SpecError(f"the text has {len(ids)} tokens; {need} or more are needed")
     prefix = tuple(encode(PREFIX))
-    pools = [learn] * count + [rest] * held_out
-    return [_of_passages(prefix, rng.sample(pool, PASSAGES), rng) for pool in pools]
+    for number in range(count + held_out):
+        yield _of_passages(prefix, rng.sample(learn if number < count else rest, PASSAGES), rng)
 
 
 def _of_passages(
@@ -121,10 +121,11 @@ def _parse(where: str, line: bytes, encode: Encode | None, vocab: int, seed: int
 
     try:
         found = json.loads(line)
+        json.dumps(found, ensure_ascii=False).encode()  # half of a surrogate pair is no text
         if isinstance(found, dict) and set(found) == {"text"} and isinstance(found["text"], str):
             if encode is None:
                 raise SpecError(f"{where}: text, but the model has no tokenizer; give segments of token ids")
-            return from_text(found["text"], encode, 1, 0, seed)[0]
+            return next(from_text(found["text"], encode, 1, 0, seed))
         parts = msgspec.convert(found, _Line)
     except SpecError as error:
         raise SpecError(str(error) if where in str(error) else f"{where}: {error}") from None
