@@ -65,6 +65,8 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True)
     with console.status("loading") as status:
         loaded = load(args.model, args.dtype, status.update)
+    if loaded.unlayered:
+        raise SpecError(f"{loaded.name} cannot be calibrated: {loaded.unlayered}")
     out = args.out or selectors.path_of(loaded.engine.spec)
     if out is None:
         raise ConfigError("there is no home directory to keep the selector in; give --out FILE")

@@ -50,7 +50,7 @@ def run(args: argparse.Namespace) -> int:
         loaded = load(args.model, args.dtype, status.update)
         documents, question = texts(loaded)
         status.update("measuring")
-        found = parity.measure(loaded.engine, documents, question)
+        found = parity.measure(loaded.engine, documents, question, loaded.unlayered)
     if args.json:
         passed = {"model": loaded.name, "passed": found.passed, "modular": not found.refusal}
         print(json.dumps({**passed, **dataclasses.asdict(found)}, indent=2))

@@ -23,7 +23,9 @@ _REFERENCE = ReferenceConfig(layers=4, hidden=256, heads=8, kv_heads=2, head_dim
 
 @dataclass(frozen=True, slots=True)
 class Loaded:
-    """engine: a :class:`hypercache.blend.Layered`. path: its checkpoint, None without one.
+    """engine: a :class:`hypercache.blend.Layered`, or one that is run as a whole: ``unlayered`` says why.
+
+    path: its checkpoint, None without one.
 
     encode: text -> token ids, None for a model without a tokenizer. vocab: ids are below it.
     """
@@ -33,12 +35,13 @@ class Loaded:
     path: Path | None
     encode: Callable[[str], list[int]] | None
     vocab: int
+    unlayered: str = ""
 
 
 def load(model: str, dtype: str = "auto", report: Callable[[str], None] = lambda line: None) -> Loaded:
     """``model``: as MODEL_HELP says. dtype: one of DTYPES, "auto" is the checkpoint's own.
 
-    Raises SpecError for what is no model or cannot be computed layer by layer, with the reason.
+    Raises SpecError for what is no model, or one whose K/V cannot be reused at all, with the reason.
     """
     if model == "reference":
         return Loaded("reference engine", ReferenceModel(_REFERENCE), None, None, _REFERENCE.vocab)
@@ -49,6 +52,7 @@ def load(model: str, dtype: str = "auto", report: Callable[[str], None] = lambda
         raise SpecError(f"{error}; pip install 'hypercache-llm[transformers]'") from None
     from hypercache.engines.layered import LayeredTransformer
     from hypercache.engines.loaded import reason
+    from hypercache.engines.transformers import TransformersEngine
 
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()
@@ -66,8 +70,13 @@ def load(model: str, dtype: str = "auto", report: Callable[[str], None] = lambda
             f"{path} cannot be loaded as a causal language model: {reason(error)}; it must be a whole "
             "directory as save_pretrained makes it, its config.json and its weights of one model"
         ) from error
-    engine = LayeredTransformer(found.eval(), weights=path)
-    return Loaded(path.name, engine, path, _encoder(path, engine.vocab), engine.vocab)
+    plain = TransformersEngine(found.eval(), weights=path)
+    vocab = int(found.get_input_embeddings().weight.shape[0])
+    encode = _encoder(path, vocab)
+    try:
+        return Loaded(path.name, LayeredTransformer(plain), path, encode, vocab)
+    except SpecError as error:
+        return Loaded(path.name, plain, path, encode, vocab, str(error))
 
 
 def _encoder(path: Path, vocab: int) -> Callable[[str], list[int]] | None:

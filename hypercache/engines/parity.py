@@ -69,8 +69,10 @@ class Parity:
         return self.prefix <= self.prefix_tolerance and (self.shift is None or self.shift <= self.tolerance)
 
 
-def measure(engine: Layered, documents: Sequence[Sequence[int]], question: Sequence[int]) -> Parity:
-    """Run all three on token ids.
+def measure(
+    engine: Any, documents: Sequence[Sequence[int]], question: Sequence[int], unlayered: str = ""
+) -> Parity:
+    """Run all three on token ids; the first alone of an engine that is run as a whole (``unlayered``: why).
 
     ``documents`` are stored in the order given and asked in the reverse one, behind the first, which stays in
     front: three or more.
@@ -84,7 +86,7 @@ def measure(engine: Layered, documents: Sequence[Sequence[int]], question: Seque
     dtype = engine.spec.layout(0).dtype
     tolerance = TOLERANCE[dtype]
     prefix = _prefix_error(engine, [*stored, *question], len(stored) // 2)
-    refusal = rope.refusal(engine.spec)
+    refusal = unlayered or rope.refusal(engine.spec)
     shift: float | None = None
     if not refusal:
         shift, refusal = shift_refusal(engine, stored[:64])
@@ -161,7 +163,7 @@ def moved(source: KVBuffers, pieces: Sequence[tuple[int, int, int]], tokens: int
     return kv
 
 
-def _prefix_error(engine: Layered, ids: list[int], prefix: int) -> float:
+def _prefix_error(engine: Any, ids: list[int], prefix: int) -> float:
     full = KVBuffers.allocate(engine.spec, len(ids))
     want = _prefill(engine, ids, full, 0)
     cached = KVBuffers.allocate(engine.spec, len(ids))
@@ -203,11 +205,15 @@ def _logits(engine: Layered, run: Blended, last: int) -> Array:
     return engine.logits(run.hidden[-last:])
 
 
-def _prefill(engine: Layered, ids: list[int], kv: KVBuffers, exact: int) -> Array:
+def _prefill(engine: Any, ids: list[int], kv: KVBuffers, exact: int) -> Array:
     """Logits after ``ids``, of which the first ``exact`` lie in ``kv``; for models of one layer too."""
+    if not hasattr(engine, "embed"):
+        whole: Array = engine.run(ids[exact:], kv, exact)
+        return whole
     rows = engine.embed(np.asarray(ids[exact:]), np.arange(exact, len(ids)))
     for layer in range(engine.shape.layers):
         rows = engine.project(layer, rows)
         engine.keep(layer, rows, kv)
         rows = engine.attend(layer, rows, kv)
-    return engine.logits(engine.hidden(rows)[-1])
+    logits: Array = engine.logits(engine.hidden(rows)[-1])
+    return logits

@@ -112,3 +112,26 @@ def test_a_model_of_one_layer_passes_the_doctor(tmp_path: Path, capsys: pytest.C
     assert main(["doctor", "--model", str(tmp_path), "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
     assert found["passed"] and not found["modular"] and "one layer has nothing to repair" in found["refusal"]
+
+
+def test_a_model_that_is_run_as_a_whole_is_measured_as_far_as_it_goes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """doctor tells that exact reuse works, and why nothing is reused out of context."""
+    config = transformers.GPTNeoXConfig(
+        vocab_size=64,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        intermediate_size=64,
+        max_position_embeddings=2048,
+    )
+    transformers.GPTNeoXForCausalLM(config).save_pretrained(tmp_path)
+    loaded = load(str(tmp_path))
+    assert "cannot be run layer by layer" in loaded.unlayered
+    assert main(["doctor", "--model", str(tmp_path), "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["passed"] and not found["modular"] and found["refusal"] == loaded.unlayered
+    assert found["prefix"] < 1e-5 and found["shift"] is None
+    assert main(["calibrate", "--model", str(tmp_path)]) == 2
+    assert "cannot be calibrated: GPTNeoX" in capsys.readouterr().err
