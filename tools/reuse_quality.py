@@ -18,7 +18,7 @@ import platform
 import statistics
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,12 +39,19 @@ RATIOS = (0.05, 0.15, 0.30)
 POLICIES = ("kv", "k", "v", "attention", "boundary", "random", "learned")
 
 
-def measure(loaded: Loaded, codecs: list[str], policies: list[str], count: int, seed: int) -> dict[str, Any]:
-    """Rows by codec and method; each a list of one record a prompt."""
+def measure(
+    loaded: Loaded,
+    codecs: list[str],
+    methods: list[tuple[str, float]],
+    count: int,
+    seed: int,
+    save: Callable[[dict[str, Any]], None],
+) -> None:
+    """Rows by codec and method, each a list of one record a prompt: given to ``save`` after every prompt."""
     assert loaded.encode is not None
     engine = loaded.engine
     rows: dict[str, dict[str, list[dict[str, float]]]] = {codec: {} for codec in codecs}
-    if "learned" in policies and learned(loaded) is None:
+    if "learned" in dict(methods) and learned(loaded) is None:
         raise SystemExit("no selector: run hypercache calibrate, or leave 'learned' out of --policies")
     began = time.monotonic()
     with local_server("3GiB") as server:
@@ -60,13 +67,13 @@ def measure(loaded: Loaded, codecs: list[str], policies: list[str], count: int, 
             for codec, client in clients.items():
                 client.clear()
                 client.store(case.stored, first)
-                for name, record in one(loaded, client, case, truth, answer, policies):
+                for name, record in one(loaded, client, case, truth, answer, methods):
                     rows[codec].setdefault(name, []).append(record)
             spent = time.monotonic() - began
             print(f"{number}/{count} prompts, {spent:.0f} s", file=sys.stderr, flush=True)
+            save(rows)
         for client in clients.values():
             client.close()
-    return rows
 
 
 def full(engine: Any, ids: list[int]) -> tuple[Any, list[int]]:
@@ -83,7 +90,12 @@ def full(engine: Any, ids: list[int]) -> tuple[Any, list[int]]:
 
 
 def one(
-    loaded: Loaded, client: Any, case: passages.Case, truth: Any, answer: list[int], policies: list[str]
+    loaded: Loaded,
+    client: Any,
+    case: passages.Case,
+    truth: Any,
+    answer: list[int],
+    methods: list[tuple[str, float]],
 ) -> Iterator[tuple[str, dict[str, float]]]:
     """Every method on one prompt, from one fetch."""
     engine = loaded.engine
@@ -100,11 +112,11 @@ def one(
             for layer in group.layers:
                 parts = [part[:, span.start : span.stop] for part in naive.layer(layer)]
                 rope.rerotate(engine.spec.layout(layer), parts, back)
-    methods = [("naive", naive, Blend(0.0)), ("rotated", fetched, Blend(0.0))]
-    for policy in policies:
+    ways = [("naive", naive, Blend(0.0)), ("rotated", fetched, Blend(0.0))]
+    for policy, ratio in methods:
         chosen = learned(loaded) if policy == "learned" else policy
-        methods += [(f"{policy} {ratio:.0%}", fetched, Blend(ratio, policy=chosen)) for ratio in RATIOS]
-    for name, kv, settings in methods:
+        ways.append((f"{policy} {ratio:.0%}", fetched, Blend(ratio, policy=chosen)))
+    for name, kv, settings in ways:
         kv = copy(kv)
         run = blend.run(engine, case.asked, kv, result.hit_tokens, spans, settings)
         # The reference's continuation is fed, not this one's own: as long as all likeliest tokens agree, they
@@ -157,17 +169,6 @@ def summary(rows: dict[str, dict[str, list[dict[str, float]]]]) -> dict[str, Any
     return out
 
 
-def add(before: dict[str, Any], results: dict[str, Any]) -> None:
-    """Rows measured earlier on the same prompts. Exits where they were others."""
-    for key in ("model", "prompts", "seed", "python"):
-        if before[key] != results[key]:
-            raise SystemExit(
-                f"the file's {key} is {before[key]!r}, not {results[key]!r}: choose another file"
-            )
-    for codec, methods in before["codecs"].items():
-        results["codecs"][codec] = {**methods, **results["codecs"].get(codec, {})}
-
-
 def table(results: dict[str, Any]) -> str:
     """Markdown, one table a codec."""
     lines = []
@@ -215,7 +216,7 @@ def plot(results: dict[str, Any], file: Path) -> None:
         axis.set_yscale("log")
     np.atleast_1d(axes)[0].set_ylabel("KL to full prefill, nats (16 tokens)")
     np.atleast_1d(axes)[-1].legend(fontsize=7)
-    figure.suptitle(f"{results['model']}: {results['prompts']} prompts of reordered passages")
+    figure.suptitle(f"{results['model']}: reordered passages, {rows['rotated']['n']} prompts")
     figure.tight_layout()
     figure.savefig(file, dpi=110)
 
@@ -228,6 +229,7 @@ def main() -> None:
     parser.add_argument("--prompts", type=int, default=30)
     parser.add_argument("--codecs", default="raw,fp8,int8,int4,int4-plain")
     parser.add_argument("--policies", default=",".join(POLICIES))
+    parser.add_argument("--ratios", default=",".join(map(str, RATIOS)))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write the results here; rows of such a file are added to")
     parser.add_argument("--plot", type=Path, help="only show results written before")
@@ -236,19 +238,20 @@ def main() -> None:
         results = json.loads(args.plot.read_text())
     else:
         loaded = load(args.model, "float32", lambda line: print(line, file=sys.stderr))
-        codecs, policies = args.codecs.split(","), args.policies.split(",")
-        rows = measure(loaded, codecs, policies, args.prompts, args.seed)
-        results = {
-            "model": loaded.name,
-            "prompts": args.prompts,
-            "seed": args.seed,
-            "python": platform.python_version(),
-            "codecs": summary(rows),
-        }
-        if args.json is not None:
-            if args.json.exists():
-                add(json.loads(args.json.read_text()), results)
-            args.json.write_text(json.dumps(results, indent=1))
+        ratios = [float(ratio) for ratio in args.ratios.split(",")]
+        methods = [(policy, ratio) for policy in args.policies.split(",") for ratio in ratios]
+        before = json.loads(args.json.read_text())["codecs"] if args.json and args.json.exists() else {}
+        results: dict[str, Any] = {}
+
+        def save(rows: dict[str, Any]) -> None:
+            found = summary(rows)
+            for codec, known in before.items():
+                found[codec] = {**known, **found.get(codec, {})}
+            results.update(model=loaded.name, seed=args.seed, python=platform.python_version(), codecs=found)
+            if args.json is not None:
+                args.json.write_text(json.dumps(results, indent=1))
+
+        measure(loaded, args.codecs.split(","), methods, args.prompts, args.seed, save)
     print(table(results))
     where = args.plot or args.json
     if where is not None:
