@@ -11,6 +11,7 @@ import pytest
 from hypercache.errors import StoreFull
 from hypercache.store import BlockStore, Lease, Namespace, Reservation, Skip
 from hypercache.store.ledger import CHAIN_STEPS
+from hypercache.store.room import index_nbytes, namespace_nbytes
 
 from .conftest import Make
 from .kit import MIB, audit, chain, info, put
@@ -192,12 +193,18 @@ def test_what_waits_to_be_let_go_of_is_let_go_of_when_room_is_needed(make: Make)
     assert len(store._room.ending) == 121
     assert put(store, big, chain("b", 3), 1.0) == ["stored"] * 3
     assert store.contains(tiny, digests) == [False] * 120
-    index = store.stats().bytes_index_limit // 772
-    other = chain("q", index + 50)
-    lease = store.lease(big, chain("b", 3), "r", 9.0, 0.0)
+
+
+def test_what_waits_to_be_let_go_of_is_let_go_of_when_the_index_is_full(make: Make) -> None:
+    store = make(4 * MIB)
+    count = (store.stats().bytes_index_limit - namespace_nbytes(1)) // index_nbytes(1)
+    ns, digests = stored(store, count)
+    lease = store.lease(ns, digests, "r", 9.0, 0.0)
+    assert put(store, ns, chain("q", 1), 1.0) == ["full"]
     store._ledger.end(lease, "over")
-    for digest in other:
-        assert put(store, tiny, [digest], 2.0) == ["stored"]
+    assert len(store._room.ending) == 1
+    assert put(store, ns, chain("q", 1), 1.0) == ["stored"]
+    assert store.stats().evicted_total == 1
 
 
 def test_what_the_gone_had_reserved_ends_in_steps(make: Make) -> None:
