@@ -130,7 +130,10 @@ def test_version(command: list[str], said: str) -> None:
         (["serve", "--memroy", "1GiB"], "unknown flag or argument '--memroy'; did you mean '--memory'?"),
         (["serve", "--mem", "1GiB"], "unknown flag or argument '--mem'; did you mean '--memory'?"),
         (["serve", "now"], "unknown flag or argument 'now'; hypercache serve --help lists what is known"),
-        (["frobnicate"], "unknown command 'frobnicate'; known: demo, serve, benchmark, doctor, calibrate, config"),
+        (
+            ["frobnicate"],
+            "unknown command 'frobnicate'; known: demo, serve, benchmark, doctor, calibrate, config",
+        ),
         (["serve", "--replicas", "3"], "unknown flag or argument '--replicas'; hypercache serve --help"),
         (["config", "sohw"], "invalid choice: 'sohw'"),
     ],
