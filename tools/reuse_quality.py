@@ -202,20 +202,21 @@ def plot(results: dict[str, Any], file: Path) -> None:
         rows = results["codecs"][codec]
         start = rows["rotated"]
         for policy in POLICIES:
-            names = [f"{policy} {ratio:.0%}" for ratio in RATIOS]
-            if names[0] not in rows:
+            ratios = [ratio for ratio in RATIOS if f"{policy} {ratio:.0%}" in rows]
+            if not ratios:
                 continue
-            values = [start["kl_16"], *(rows[name]["kl_16"] for name in names)]
-            errors = [start["kl_16_se"], *(rows[name]["kl_16_se"] for name in names)]
-            axis.errorbar(
-                [0, *(100 * r for r in RATIOS)], values, errors, marker="o", ms=3, capsize=2, label=policy
-            )
+            points = [start, *(rows[f"{policy} {ratio:.0%}"] for ratio in ratios)]
+            values, errors = ([point[key] for point in points] for key in ("kl_16", "kl_16_se"))
+            shares = [0, *(100 * ratio for ratio in ratios)]
+            color = f"C{POLICIES.index(policy)}"
+            axis.errorbar(shares, values, errors, color=color, marker="o", ms=3, capsize=2, label=policy)
         axis.axhline(rows["naive"]["kl_16"], color="grey", ls=":", label="naive (not rotated)")
         axis.set_title(codec)
+        axis.set_xlim(-1, 100 * RATIOS[-1] + 1)
         axis.set_xlabel("share of reused tokens recomputed, %")
         axis.set_yscale("log")
     np.atleast_1d(axes)[0].set_ylabel("KL to full prefill, nats (16 tokens)")
-    np.atleast_1d(axes)[-1].legend(fontsize=7)
+    np.atleast_1d(axes)[0].legend(fontsize=6, loc="lower left")
     figure.suptitle(f"{results['model']}: reordered passages, {rows['rotated']['n']} prompts")
     figure.tight_layout()
     figure.savefig(file, dpi=110)
