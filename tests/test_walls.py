@@ -22,6 +22,8 @@ PURE = (
     "protocol",
     "checksum",
     "kv",
+    "segments",
+    "stitch",
 )
 IO = {"asyncio", "socket", "ssl", "selectors", "subprocess"}
 

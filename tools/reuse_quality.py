@@ -33,6 +33,7 @@ from hypercache.cli.local_server import local_server
 from hypercache.engines import selectors
 from hypercache.engines.compare import kl
 from hypercache.engines.load import Loaded, load
+from hypercache.stitch import copied
 
 CONTINUATION = 16
 RATIOS = (0.05, 0.15, 0.30)
@@ -105,19 +106,19 @@ def one(
     if not result.modular or result.reason:
         raise SystemExit(f"nothing to measure: {result}")
     spans = [Reused(span.start, span.stop) for span in result.modular]
-    naive = copy(fetched)
+    naive = copied(fetched)
     for span in result.modular:
         for group in engine.spec.groups:
             back = rope.turn(group.rope, -span.delta)
             for layer in group.layers:
-                parts = [part[:, span.start : span.stop] for part in naive.layer(layer)]
+                parts = naive.window(span.start, span.stop).layer(layer)
                 rope.rerotate(engine.spec.layout(layer), parts, back)
     ways = [("naive", naive, Blend(0.0)), ("rotated", fetched, Blend(0.0))]
     for policy, ratio in methods:
         chosen = learned(loaded) if policy == "learned" else policy
         ways.append((f"{policy} {ratio:.0%}", fetched, Blend(ratio, policy=chosen)))
     for name, kv, settings in ways:
-        kv = copy(kv)
+        kv = copied(kv)
         run = blend.run(engine, case.asked, kv, result.hit_tokens, spans, settings)
         # The reference's continuation is fed, not this one's own: as long as all likeliest tokens agree, they
         # are the same, and where they do not, the distributions stay comparable.
@@ -143,15 +144,6 @@ def one(
 def learned(loaded: Loaded) -> Any:
     """The selector calibrated for this model, if there is one."""
     return selectors.find(loaded.engine.spec)
-
-
-def copy(kv: KVBuffers) -> KVBuffers:
-    """The same K/V in memory of its own."""
-    other = KVBuffers.allocate(kv.spec, kv.tokens)
-    for layer in range(kv.spec.num_layers):
-        for target, source in zip(other.layer(layer), kv.layer(layer), strict=True):
-            target[:] = source
-    return other
 
 
 def summary(rows: dict[str, dict[str, list[dict[str, float]]]]) -> dict[str, Any]:

@@ -14,9 +14,9 @@ from rich.table import Table
 from twohop_task import Prompt
 from twohop_train import summary
 
-from hypercache import rope
 from hypercache.blend import POLICIES, Blend, Blended, Layered, Policy, Reused, run
 from hypercache.kv import KVBuffers
+from hypercache.stitch import copied, put
 
 RATIOS = (0.05, 0.15, 0.3)
 
@@ -80,10 +80,9 @@ def _answer(engine: Layered, prompt: Prompt, row: Row, stitched: KVBuffers) -> N
 
 def blended(engine: Layered, prompt: Prompt, row: Row, stitched: KVBuffers) -> Blended:
     """One prompt run as ``row`` says, from a copy of ``stitched``."""
-    kv = KVBuffers.allocate(engine.spec, len(prompt.ids))
     if row.settings is None:
-        return run(engine, prompt.ids, kv, 0, [], Blend(0.0))
-    copy(stitched, kv)
+        return run(engine, prompt.ids, KVBuffers.allocate(engine.spec, len(prompt.ids)), 0, [], Blend(0.0))
+    kv = copied(stitched)
     spans = [Reused(*document) for document in prompt.documents]
     return run(engine, prompt.ids, kv, 1, spans, row.settings)
 
@@ -103,20 +102,9 @@ def stitch(engine: Layered, prompt: Prompt, rotated: bool) -> KVBuffers:
         ids = [task.START, *prompt.ids[start:stop]]
         alone = KVBuffers.allocate(engine.spec, len(ids))
         run(engine, ids, alone, 0, [], Blend(0.0))
-        copy(alone.window(0, 1), whole.window(0, 1))
-        part = whole.window(start, stop)
-        copy(alone.window(1, len(ids)), part)
-        for layer in range(engine.spec.num_layers if rotated else 0):
-            turn = rope.turn(engine.spec.groups[0].rope, start - 1)
-            rope.rerotate(engine.spec.layout(layer), part.layer(layer), turn)
+        put(alone, 0, whole, 0, 1)
+        put(alone, 1, whole, start, stop - start, turned=rotated)
     return whole
-
-
-def copy(source: KVBuffers, target: KVBuffers) -> None:
-    """The first tokens of ``target`` become those of ``source``."""
-    for layer in range(source.spec.num_layers):
-        for old, new in zip(source.layer(layer), target.layer(layer), strict=True):
-            new[:, : source.tokens] = old
 
 
 def show(found: Sequence[dict[str, Any]], console: Console) -> None:

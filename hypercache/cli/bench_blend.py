@@ -28,6 +28,7 @@ from hypercache.blend import run as run_blend
 from hypercache.engines.reference import ReferenceConfig, ReferenceModel, rope_angles, rotate
 from hypercache.kv import KVBuffers
 from hypercache.model import KVDtype, KVLayout, Part, RopeSpec
+from hypercache.stitch import put
 
 Array = npt.NDArray[Any]
 SEEDS = 20
@@ -92,17 +93,9 @@ class _Trial:
     def stitched(self, rotated: bool) -> KVBuffers:
         """Sys as it is, B and A at their places in the new prompt."""
         kv = KVBuffers.allocate(self.model.spec, len(self.ids))
-        for i in range(self.model.config.layers):
-            copies = list(zip(self.stored.layer(i), kv.layer(i), strict=True))
-            for source, target in copies:
-                target[:, : self.case.system] = source[:, : self.case.system]
-            for at, span in self.moves:
-                parts = [target[:, span.start : span.stop] for _, target in copies]
-                for (source, _), part in zip(copies, parts, strict=True):
-                    part[:] = source[:, at : at + part.shape[1]]
-                if rotated:
-                    turn = rope.turn(self.model.spec.groups[0].rope, span.start - at)
-                    rope.rerotate(self.model.spec.layout(i), parts, turn)
+        put(self.stored, 0, kv, 0, self.case.system)
+        for at, span in self.moves:
+            put(self.stored, at, kv, span.start, span.stop - span.start, turned=rotated)
         return kv
 
     def row(self, rotated: bool, settings: Blend) -> dict[str, float]:

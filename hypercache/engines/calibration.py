@@ -26,6 +26,7 @@ from hypercache.engines.prompts import Prompt, Question
 from hypercache.errors import SpecError
 from hypercache.identity import commit
 from hypercache.kv import KVBuffers
+from hypercache.stitch import copied, put
 
 Array = npt.NDArray[Any]
 
@@ -87,7 +88,7 @@ def scene(engine: Any, prompt: Prompt, isolated: bool) -> Scene:
     full = KVBuffers.allocate(engine.spec, n)
     engine.run(ids, full, 0)
     stale = KVBuffers.allocate(engine.spec, n)
-    _copy(full, 0, stale, 0, head)
+    put(full, 0, stale, 0, head)
     spans, at = [], head
     for segment in prompt.segments:
         spans.append(Reused(at, at + len(segment)))
@@ -95,11 +96,11 @@ def scene(engine: Any, prompt: Prompt, isolated: bool) -> Scene:
     groups = [[span] for span in spans] if isolated else [spans[::-1]]
     for group in groups:
         stored = KVBuffers.allocate(engine.spec, head + sum(span.stop - span.start for span in group))
-        _copy(full, 0, stored, 0, head)
+        put(full, 0, stored, 0, head)
         engine.run([token for span in group for token in ids[span.start : span.stop]], stored, head)
         source = head
         for span in group:
-            _copy(stored, source, stale, span.start, span.stop - span.start)
+            put(stored, source, stale, span.start, span.stop - span.start)
             source += span.stop - span.start
     asked = tuple(_answered(engine, full, n, ids, question) for question in prompt.questions)
     return Scene(ids, head, tuple(spans), full, stale, asked)
@@ -110,7 +111,7 @@ def observe(engine: Any, seen_in: Scene) -> tuple[Array, Array]:
     tokens, and their influence float64 ``(n,)``, summed over the questions."""
     look, start = _Look(), seen_in.start
     ids = [*seen_in.ids, seen_in.asked[0].ids[0]]
-    kv = _duplicate(seen_in.stale, len(ids))
+    kv = copied(seen_in.stale, len(ids))
     blend.run(engine, ids, kv, seen_in.prefix, seen_in.spans, Blend(1e-9, look, check_layer=CHECK_LAYER))
     assert look.seen is not None
     rows = table(look.seen, names(engine.spec, engine.shape.heads)).astype(np.float32)
@@ -129,7 +130,7 @@ def losses(engine: Any, seen_in: Scene, methods: Iterable[tuple[float, Policy | 
     of the answers' tokens."""
     want = [_logits(engine, seen_in, seen_in.full, question) for question in seen_in.asked]
     for ratio, policy in methods:
-        kv = _duplicate(seen_in.stale, seen_in.start + 1)
+        kv = copied(seen_in.stale, seen_in.start + 1)
         ids = [*seen_in.ids, seen_in.asked[0].ids[0]]
         settings = Blend(ratio, policy, check_layer=CHECK_LAYER)
         blend.run(engine, ids, kv, seen_in.prefix, seen_in.spans, settings)
@@ -140,7 +141,7 @@ def losses(engine: Any, seen_in: Scene, methods: Iterable[tuple[float, Policy | 
 def _logits(engine: Any, seen_in: Scene, kv: KVBuffers, question: Question) -> Array:
     """``(answer, vocab)``: what each token of the answer was drawn from."""
     ids = [*seen_in.ids, *question.ids, *question.answer[:-1]]
-    mine = _duplicate(kv.window(0, seen_in.start), len(ids))
+    mine = copied(kv.window(0, seen_in.start), len(ids))
     done = blend.run(engine, ids, mine, seen_in.start, (), Blend(0.0))
     out: Array = engine.logits(done.hidden[len(question.ids) - 1 :])
     return out
@@ -149,34 +150,12 @@ def _logits(engine: Any, seen_in: Scene, kv: KVBuffers, question: Question) -> A
 def _answered(engine: Any, full: KVBuffers, n: int, ids: list[int], question: Question) -> Question:
     if question.answer:
         return question
-    kv = _duplicate(full, n + len(question.ids) + CONTINUATION)
+    kv = copied(full, n + len(question.ids) + CONTINUATION)
     new, at, answer = list(question.ids), n, []
     for _ in range(CONTINUATION):
         answer.append(int(np.argmax(engine.run(new, kv, at))))
         new, at = [answer[-1]], at + len(new)
     return Question(question.ids, tuple(answer))
-
-
-def _copy(source: KVBuffers, at: int, target: KVBuffers, to: int, tokens: int) -> None:
-    """Move K/V to another place, keys rotated."""
-    for group in source.spec.groups:
-        turn = rope.turn(group.rope, to - at)
-        for layer in group.layers:
-            parts = [part[:, to : to + tokens] for part in target.layer(layer)]
-            for new, old in zip(parts, source.layer(layer), strict=True):
-                new[:] = old[:, at : at + tokens]
-            rope.rerotate(source.spec.layout(layer), parts, turn)
-
-
-def _duplicate(kv: KVBuffers, tokens: int) -> KVBuffers:
-    """The same K/V in memory of its own, with room for ``tokens``."""
-    if tokens < kv.tokens:
-        raise SpecError(f"no room for {kv.tokens} tokens in {tokens}")
-    out = KVBuffers.allocate(kv.spec, tokens)
-    for layer in range(kv.spec.num_layers):
-        for new, old in zip(out.layer(layer), kv.layer(layer), strict=True):
-            new[:, : kv.tokens] = old
-    return out
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,6 +21,7 @@ from hypercache.engines.reference import from_storage
 from hypercache.errors import SpecError
 from hypercache.kv import KVBuffers
 from hypercache.model import KVDtype, ModelSpec
+from hypercache.stitch import put
 
 Array = npt.NDArray[Any]
 
@@ -147,36 +148,20 @@ def _one_layer(spec: ModelSpec, tokens: int) -> KVBuffers:
     return KVBuffers(spec, tokens, [rooms[spec.layout(layer)] for layer in range(spec.num_layers)])
 
 
-def moved(source: KVBuffers, pieces: Sequence[tuple[int, int, int]], tokens: int, rotate: bool) -> KVBuffers:
-    """K/V with room for ``tokens``, filled with ``pieces`` (source token, target token, count) of ``source``;
-    keys rotated to their new place, or left as they are (naive stitching)."""
-    spec = source.spec
-    kv = KVBuffers.allocate(spec, tokens)
-    for at, to, count in pieces:
-        turns = [rope.turn(group.rope, to - at) if rotate else None for group in spec.groups]
-        for group, turn in zip(spec.groups, turns, strict=True):
-            for layer in group.layers:
-                parts = [part[:, to : to + count] for part in kv.layer(layer)]
-                for part, old in zip(parts, source.layer(layer), strict=True):
-                    part[:] = old[:, at : at + count]
-                rope.rerotate(spec.layout(layer), parts, turn)
-    return kv
-
-
 def _prefix_error(engine: Any, ids: list[int], prefix: int) -> float:
     full = KVBuffers.allocate(engine.spec, len(ids))
-    want = _prefill(engine, ids, full, 0)
+    want = engine.run(ids, full, 0)
     cached = KVBuffers.allocate(engine.spec, len(ids))
-    _prefill(engine, ids[:prefix], cached, 0)
-    got = _prefill(engine, ids, cached, prefix)
+    engine.run(ids[:prefix], cached, 0)
+    got = engine.run(ids[prefix:], cached, prefix)
     return float(np.abs(got - want).max() / np.abs(want).max())
 
 
 def _reordered(
-    engine: Layered, head: list[int], others: list[list[int]], question: list[int]
+    engine: Any, head: list[int], others: list[list[int]], question: list[int]
 ) -> dict[str, Order]:
     stored = KVBuffers.allocate(engine.spec, len(head) + sum(map(len, others)))
-    _prefill(engine, [*head, *(token for document in others for token in document)], stored, 0)
+    engine.run([*head, *(token for document in others for token in document)], stored, 0)
     starts = np.cumsum([len(head), *map(len, others)]).tolist()
     asked, pieces, spans = list(head), [(0, 0, len(head))], []
     for index in reversed(range(len(others))):
@@ -193,7 +178,9 @@ def _reordered(
         ("rotated", True, Blend(0.0)),
         ("blend", True, Blend()),
     ):
-        kv = moved(stored, pieces, len(asked), rotate)
+        kv = KVBuffers.allocate(engine.spec, len(asked))
+        for at, to, count in pieces:
+            put(stored, at, kv, to, count, turned=rotate)
         done = blend.run(engine, asked, kv, len(head), spans, settings)
         got = _logits(engine, done, len(question))
         same = float(np.mean(got.argmax(-1) == want.argmax(-1)))
@@ -203,17 +190,3 @@ def _reordered(
 
 def _logits(engine: Layered, run: Blended, last: int) -> Array:
     return engine.logits(run.hidden[-last:])
-
-
-def _prefill(engine: Any, ids: list[int], kv: KVBuffers, exact: int) -> Array:
-    """Logits after ``ids``, of which the first ``exact`` lie in ``kv``; for models of one layer too."""
-    if not hasattr(engine, "embed"):
-        whole: Array = engine.run(ids[exact:], kv, exact)
-        return whole
-    rows = engine.embed(np.asarray(ids[exact:]), np.arange(exact, len(ids)))
-    for layer in range(engine.shape.layers):
-        rows = engine.project(layer, rows)
-        engine.keep(layer, rows, kv)
-        rows = engine.attend(layer, rows, kv)
-    logits: Array = engine.logits(engine.hidden(rows)[-1])
-    return logits

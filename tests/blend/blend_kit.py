@@ -10,7 +10,7 @@ import numpy as np
 from hypercache.blend import Reused
 from hypercache.engines.reference import ReferenceConfig, ReferenceModel, from_storage, to_storage
 from hypercache.kv import KVBuffers
-from hypercache.rope import rerotate, turn
+from hypercache.stitch import put
 
 SYSTEM, A, B, Q = 12, 40, 56, 9
 TOKENS = SYSTEM + A + B + Q
@@ -33,19 +33,11 @@ class Case:
         for layer in range(self.model.config.layers):
             for target in kv.layer(layer):
                 target[:] = to_storage(np.full(target.shape, np.nan), self.model.config.kv_dtype)
-            if exact:
-                self._copy(kv, layer, 0, 0, SYSTEM)
-            self._copy(kv, layer, SYSTEM, SYSTEM + A, B)
-            self._copy(kv, layer, SYSTEM + B, SYSTEM, A)
+        if exact:
+            put(self.stored, 0, kv, 0, SYSTEM)
+        put(self.stored, SYSTEM + A, kv, SYSTEM, B)
+        put(self.stored, SYSTEM, kv, SYSTEM + B, A)
         return kv
-
-    def _copy(self, kv: KVBuffers, layer: int, to: int, source: int, count: int) -> None:
-        parts = [part[:, to : to + count] for part in kv.layer(layer)]
-        for target, held in zip(parts, self.stored.layer(layer), strict=True):
-            target[:] = held[:, source : source + count]
-        moved = turn(self.model.spec.groups[0].rope, to - source)
-        if moved is not None:
-            rerotate(self.model.spec.layout(layer), parts, moved)
 
 
 def case(config: ReferenceConfig | None = None, seed: int = 0) -> Case:

@@ -21,7 +21,7 @@ from hypercache.engines.transformers import TransformersEngine  # noqa: E402
 from hypercache.errors import SpecError  # noqa: E402
 from hypercache.keys import TenantKey  # noqa: E402
 from hypercache.kv import KVBuffers  # noqa: E402
-from hypercache.rope import rerotate, turn  # noqa: E402
+from hypercache.stitch import put  # noqa: E402
 
 SMALL = {
     "hidden_size": 64,
@@ -95,14 +95,8 @@ def fetched(engine: LayeredTransformer) -> KVBuffers:
     for layer in range(engine.shape.layers):
         for part in kv.layer(layer):
             part.view(np.uint8)[:] = 0xFF  # NaN in every dtype
-        rope = engine.spec.group_of(layer).rope
-        for to, source, count in ((0, 0, 10), (10, 150, 140), (150, 10, 140)):
-            parts = [part[:, to : to + count] for part in kv.layer(layer)]
-            for target, held in zip(parts, stored.layer(layer), strict=True):
-                target[:] = held[:, source : source + count]
-            moved = turn(rope, to - source)
-            if moved is not None:
-                rerotate(engine.spec.layout(layer), parts, moved)
+    for to, source, count in ((0, 0, 10), (10, 150, 140), (150, 10, 140)):
+        put(stored, source, kv, to, count)
     return kv
 
 
