@@ -1,4 +1,4 @@
-"""Trains the model of the two-hop task: Llama, 4 layers, 0.6 million parameters, an hour on one core."""
+"""Trains the model of the two-hop task: Llama, 4 layers, 0.6 million parameters, in the time it is given."""
 
 from __future__ import annotations
 
