@@ -107,6 +107,7 @@ def test_labels_stand_where_they_belong():
 
 
 def test_prompts_to_calibrate_on_hold_no_answer():
+    """One token stands for all of them, so that no more than the next one's distribution is compared."""
     prompt = task.prompt(Random(11))
     found = task.unlabelled(prompt)
     whole = [*found["prefix"], *(token for segment in found["segments"] for token in segment)]

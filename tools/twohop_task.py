@@ -90,6 +90,8 @@ def unlabelled(prompt: Prompt) -> dict[str, Any]:
         "prefix": prompt.ids[:1],
         "segments": [prompt.ids[start:stop] for start, stop in prompt.documents],
         "questions": [prompt.ids[position - 1 : position + 1] for position, _ in prompt.questions],
+        # An answer of one token: what is compared is the distribution it would be drawn from, whatever it is.
+        "answer": [START],
     }
 
 
