@@ -21,7 +21,6 @@ import numpy as np
 import numpy.typing as npt
 
 from hypercache.checksum import checksum
-from hypercache.store.hckv_geometry import broken, geometry, read_geometry
 from hypercache.store.hckv import (
     ALIGN,
     CRC32,
@@ -39,10 +38,12 @@ from hypercache.store.hckv import (
     block_nbytes,
     removal_nbytes,
 )
+from hypercache.store.hckv_geometry import broken, geometry, read_geometry
 from hypercache.store.namespace import NamespaceInfo
 
 SEGMENT_HEADER_NBYTES: Final = ALIGN
 LOCATOR_NBYTES: Final = 64
+MAX_FOOTER_NBYTES: Final = 512 << 20  # what a reader must be ready to hold
 NO_NAMESPACE: Final = 0xFFFFFFFF
 
 _SEGMENT_MAGIC = b"HCKV\r\n\x1a\n"
@@ -241,13 +242,18 @@ class Contents:
         return aligned(len(self._entries) + len(self._removed) + table + LOCATOR_NBYTES)
 
     def footer(self, number: int) -> bytes:
-        """What is written behind the last record when segment ``number`` is sealed; whole units of ALIGN."""
+        """What is written behind the last record when segment ``number`` is sealed; whole units of ALIGN.
+
+        Raises HckvError where it would be longer than MAX_FOOTER_NBYTES: the segment stays without.
+        """
         table = bytearray()
         for info in self.namespaces:
             section = geometry(info)
             table += _TABLE.pack(len(section), len(info.digest), info.digest) + section
         body = self._entries + self._removed + table
         nbytes = aligned(len(body) + LOCATOR_NBYTES)
+        if nbytes > MAX_FOOTER_NBYTES:
+            broken("footer-length", f"a footer of {nbytes} bytes, at most {MAX_FOOTER_NBYTES} are read")
         body += bytes(nbytes - LOCATOR_NBYTES - len(body))
         counts = len(self), len(self._removed) // _REMOVED.itemsize, len(self.namespaces), len(table)
         locator = _pack_locator(number, nbytes, counts, checksum(memoryview(body)))
@@ -326,7 +332,9 @@ def _read_locator(locator: bytes, file_nbytes: int) -> _Locator:
         broken("footer-crc", "the footer locator's checksum does not fit its bytes")
     if any(reserved):
         broken("reserved", "bytes of the locator that no version has given a meaning are not zero")
-    if nbytes % ALIGN or not ALIGN <= nbytes <= file_nbytes - SEGMENT_HEADER_NBYTES:
+    # What an entry says takes more room in its record, so a footer is never longer than the records.
+    records = file_nbytes - SEGMENT_HEADER_NBYTES - nbytes
+    if nbytes % ALIGN or not ALIGN <= nbytes <= min(records + ALIGN, MAX_FOOTER_NBYTES):
         broken("footer-length", f"a footer of {nbytes} bytes in a file of {file_nbytes}")
     entries, removed, namespaces, table_nbytes = counts
     need = entries * ENTRY.itemsize + removed * _REMOVED.itemsize + table_nbytes + LOCATOR_NBYTES

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from hypercache.store.hckv_geometry import HckvError, broken
 from hypercache.store.hckv import ALIGN, MARKER_NBYTES, Record, check_commit, header_nbytes, parse
 from hypercache.store.hckv_file import SEGMENT_HEADER_NBYTES
+from hypercache.store.hckv_geometry import HckvError, broken
 
 Read = Callable[[int, int], bytes]
 
