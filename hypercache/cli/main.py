@@ -24,6 +24,7 @@ COMMANDS = {
     "benchmark": ("hypercache.cli.benchmark", "measure reuse, codecs, hashing, engine and live server here"),
     "doctor": ("hypercache.cli.doctor", "self-test of a model: does moving its K/V work?"),
     "calibrate": ("hypercache.cli.calibrate", "learn for a model which reused tokens to recompute"),
+    "inspect": ("hypercache.cli.inspect", "verify .hckv files of the disk tier and count what is in them"),
     "config": ("hypercache.cli.config", "show the effective configuration and where it comes from"),
 }
 

@@ -25,7 +25,7 @@ MAX_LABEL_NBYTES: Final = 256
 # Block size; numbers of layers, shapes and runs; wire and L3 codec; label bytes, label. A shape: chunk bytes
 # on the wire and in L3; kind, dtype, parts, heads and two dims of its layout. A run: shape, layers.
 _GEOMETRY = struct.Struct("<IHHHBBH2x256s")
-_SHAPE = struct.Struct("<QQBBHIII4x")
+_SHAPE = struct.Struct("<QQBBHIII")
 _RUN = struct.Struct("<HH")
 _KINDS = ("", "split", "mla")  # 0: the layout is not known
 _PARTS = {"split": ("k", "v"), "mla": ("latent", "rope")}

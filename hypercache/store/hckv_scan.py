@@ -65,8 +65,8 @@ def scan(
 def _record_at(read: Read, offset: int, end: int, store: bytes | None) -> Record:
     head = read(offset, min(ALIGN, end - offset))
     need = header_nbytes(head)
-    if need > len(head):
-        head += read(offset + len(head), min(need - len(head), end - offset - len(head)))
+    if len(head) < need <= end - offset:
+        head += read(offset + len(head), need - len(head))
     return parse(head, store)
 
 

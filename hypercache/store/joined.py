@@ -7,11 +7,12 @@ four table look-ups, so a record's payload gets its checksum for a fraction of a
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Sequence
 from functools import lru_cache
 
 _POLYNOMIAL = 0xEDB88320  # IEEE 802.3, bit-reversed: the top bit is x**0
-_Tables = tuple[tuple[int, ...], ...]
+_Tables = tuple["array[int]", ...]
 
 
 def _times(a: int, b: int) -> int:
@@ -25,7 +26,7 @@ def _times(a: int, b: int) -> int:
     return product
 
 
-@lru_cache(256)
+@lru_cache(1024)  # 4 KiB each
 def _tables(nbytes: int) -> _Tables:
     """For each byte of a CRC, what each of its values becomes ``nbytes`` bytes later."""
     power, square = 0x80000000, 0x00800000  # x**0, x**8
@@ -40,7 +41,7 @@ def _tables(nbytes: int) -> _Tables:
         table = [0]
         for image in bits[first : first + 8]:
             table += [value ^ image for value in table]
-        tables.append(tuple(table))
+        tables.append(array("I", table))
     return tuple(tables)
 
 
