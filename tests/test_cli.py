@@ -132,7 +132,7 @@ def test_version(command: list[str], said: str) -> None:
         (["serve", "now"], "unknown flag or argument 'now'; hypercache serve --help lists what is known"),
         (
             ["frobnicate"],
-            "unknown command 'frobnicate'; known: demo, serve, benchmark, doctor, calibrate, config",
+            "unknown command 'frobnicate'; known: demo, serve, benchmark, doctor, calibrate, inspect, config",
         ),
         (["serve", "--replicas", "3"], "unknown flag or argument '--replicas'; hypercache serve --help"),
         (["config", "sohw"], "invalid choice: 'sohw'"),

@@ -77,12 +77,14 @@ class Block:
     and b"" without one; ``newer`` and ``older`` link it while the modular index has it."""
 
     __slots__ = (
+        "bias",
         "child",
         "crcs",
         "depth",
         "digest",
         "fingerprint",
         "held",
+        "loading",
         "modular",
         "newer",
         "next",
@@ -91,10 +93,14 @@ class Block:
         "previous",
         "queued",
         "rank",
+        "record",
         "slab",
         "slot",
         "state",
         "tree",
+        "used",
+        "uses",
+        "warm",
         "writer",
     )
 
@@ -103,11 +109,17 @@ class Block:
         self.tree = tree
         self.slab = nowhere
         self.slot = -1
+        self.record = -1  # its place in L3, once committed there: see hckv_file.place
+        self.warm = 0  # children that have slots
+        self.loading: object = None  # who fetches it from L3
         self.crcs = array("I", bytes(4 * tree.space.layers))
         self.writer: Reservation | None = None  # while PENDING
         self.state = PENDING
         self.held = 0
-        self.rank = -math.inf
+        self.rank = -math.inf  # this and the next three are the policy's: see policy.py
+        self.used = -math.inf
+        self.uses = 0
+        self.bias = 0.0
         self.queued = False
         self.parent: Block | None = None
         self.child: Block | None = None  # the first; the others follow by ``next``

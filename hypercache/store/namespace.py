@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import accumulate
 
 from hypercache.errors import SpecError
+from hypercache.model import KVLayout
 
 MAX_LAYERS = 4096
 MAX_CHUNK_NBYTES = 1 << 40
@@ -19,6 +21,8 @@ class NamespaceInfo:
     chunk_nbytes: encoded bytes of one layer chunk, per layer; 1..4096 layers.
     block_size: tokens per block.
     label: for people; no part of the identity.
+    layouts: of each layer's K/V, or none: then its chunks are bytes that nobody here can decode.
+    below: the codec of its blocks on disk; "" means that they lie there as they came.
     """
 
     digest: bytes
@@ -26,6 +30,8 @@ class NamespaceInfo:
     block_size: int
     codec: str
     label: str = field(compare=False)
+    layouts: tuple[KVLayout, ...] = ()
+    below: str = ""
 
     def __post_init__(self) -> None:
         where = f"namespace {self.label!r}"
@@ -40,6 +46,26 @@ class NamespaceInfo:
             raise SpecError(f"{where}: block_size={self.block_size!r}, must be an integer >= 1")
         if not self.codec:
             raise SpecError(f"{where}: the codec's name is empty")
+        if len(self.layouts) not in (0, len(self.chunk_nbytes)):
+            raise SpecError(f"{where}: {len(self.layouts)} layouts for {len(self.chunk_nbytes)} layers")
+        if self.transcoded and not self.layouts:
+            raise SpecError(f"{where}: codec {self.codec!r} cannot become {self.below!r} without layouts")
+
+    @property
+    def transcoded(self) -> bool:
+        """Whether chunks change their codec between memory and disk."""
+        return self.below not in ("", self.codec)
+
+    @cached_property
+    def below_nbytes(self) -> tuple[int, ...]:
+        """Bytes of a chunk on disk, per layer. Raises ConfigError for an unknown codec, SpecError for one
+        that cannot encode a layer."""
+        if not self.transcoded:
+            return self.chunk_nbytes
+        from hypercache import codecs  # with them comes a compiler, and who keeps nothing on disk needs none
+
+        codec = codecs.get(self.below)
+        return tuple(codec.chunk_nbytes(layout, self.block_size) for layout in self.layouts)
 
 
 class Namespace:

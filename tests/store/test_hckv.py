@@ -201,7 +201,6 @@ def hckv_shapes() -> int:
     [
         (NamespaceInfo(name("a"), (100,), 16, "zip", "no such codec"), "codec"),
         (NamespaceInfo(name("b"), (100,), 1 << 32, "raw", "block size"), "geometry"),
-        (NamespaceInfo(name("c"), (100,), 16, "int8", "no layouts", (), "int4"), "layout"),
         (NamespaceInfo(name("d"), (100,), 16, "int8", "size", (layout(1, 64),)), "chunk-size"),
         (NamespaceInfo(name("f"), (1 << 33,), 16, "raw", "larger than a segment"), "length"),
     ],

@@ -441,7 +441,7 @@ def test_runs_cost_and_what_was_not_looked_at_is_said(make: Make) -> None:
 @pytest.mark.parametrize("size", [8, 16])
 def test_a_long_prompt_of_known_documents_is_searched_to_its_end(make: Make, size: int) -> None:
     """131,072 tokens, each document stored in 20 contexts: it costs about what it costs stored once."""
-    shelf = Shelf(make(512 * MIB), size, nbytes=1)
+    shelf = Shelf(make(640 * MIB), size, nbytes=1)
     documents = [words(seed, 1024) for seed in range(8)]
     for context in range(20):
         for document in documents:

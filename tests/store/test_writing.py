@@ -9,6 +9,7 @@ import zlib
 import pytest
 
 from hypercache.errors import SpecError, StoreFull
+from hypercache.model import KVDtype, KVLayout, Part
 from hypercache.store import BlockStore, HoldEnded, Namespace, NamespaceInfo, Reservation, Skip
 
 from .conftest import Make
@@ -417,6 +418,8 @@ def test_one_digest_has_one_geometry(store: BlockStore) -> None:
         {"chunk_nbytes": (1.5,)},
         {"block_size": 0},
         {"codec": ""},
+        {"below": "int4"},  # without layouts
+        {"layouts": (KVLayout("split", 1, (Part("k", 8), Part("v", 8)), KVDtype.BF16),) * 2},
     ],
 )
 def test_malformed_namespaces_are_refused(bad: dict[str, object]) -> None:
