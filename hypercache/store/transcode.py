@@ -1,8 +1,8 @@
 """From the codec on the wire and in memory to that on disk, and back: decoded to the engine's dtype between.
 
-Layers of one layout lie one after the other in memory as they do on disk, so a run of them goes through each codec in
-one call, as blocks do elsewhere: a call from Python costs about as much as 50 KiB of K/V. A run is short enough for
-its decoded K/V to stay in a core's L2 cache.
+Layers of one layout lie one after the other in memory as they do on disk, so a run of them goes through each
+codec in one call, as blocks do elsewhere: a call from Python costs about as much as 50 KiB of K/V. A run is
+short enough for its decoded K/V to stay in a core's L2 cache.
 
 Importing this brings numba with it. Any thread may call anything here: the kernels release the GIL, and what
 they decode into belongs to the thread.
