@@ -170,6 +170,15 @@ def _show_codecs(codecs: Mapping[str, Any], console: Console) -> None:
     console.print("  cosine, error (relative, L2): against float32 K/V, before they were rounded to bf16")
     console.print("  exact: the bf16 values come back bit for bit")
     console.print("  encode, decode, decode with keys moved: bf16 bytes a second beside memcpy's")
+    if turned := codecs.get("int4"):
+        console.print(
+            f"  int4 with outlier channels in the keys, dim {DIMS[1]}: cosine {turned['cosine_outliers']:.4f} "
+            f"with the rotation, {codecs['int4-plain']['cosine_outliers']:.4f} without (int4-plain)"
+        )
+        console.print(
+            f"  int4 encodes {turned['encode_gbps']:.1f} and decodes {turned['decode_gbps']:.1f} GB/s of K/V "
+            f"(memcpy {turned['memcpy_gbps']:.1f})"
+        )
 
 
 def _show_keys(keys: Mapping[str, Any], console: Console) -> None:

@@ -26,3 +26,16 @@ def test_measure_reports_every_codec_at_every_dim(monkeypatch):
         wanted |= {f"{what}_gbps", f"{what}_to_memcpy"}
     for suffix in ("", "_64k", "_fp32"):
         assert {key + suffix for key in wanted} <= set(at_64["fp8"])
+
+
+def test_the_sizes_and_errors_that_are_promised_at_head_dim_128(monkeypatch):
+    """3.88x and a cosine of 0.993 on Gaussian K/V; keys with outlier channels keep it by the rotation alone."""
+    monkeypatch.setattr(bench_codecs, "_speed", lambda *_: {})
+    at_128 = {name: by_dim["128"] for name, by_dim in bench_codecs.measure(0.0, dims=(128,)).items()}
+    assert at_128["int4"]["ratio"] == pytest.approx(3.8788, abs=1e-4)
+    assert at_128["fp8"]["ratio"] == at_128["int8"]["ratio"] == pytest.approx(1.9692, abs=1e-4)
+    for name, least in (("int4", 0.993), ("fp8", 0.9996), ("int8", 0.9999), ("raw", 0.99999)):
+        assert at_128[name]["cosine"] >= least
+    rotated, plain = at_128["int4"]["cosine_outliers"], at_128["int4-plain"]["cosine_outliers"]
+    assert rotated >= 0.993 > plain
+    assert 1 - rotated < (1 - plain) / 3
