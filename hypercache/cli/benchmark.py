@@ -172,7 +172,7 @@ def _show_codecs(codecs: Mapping[str, Any], console: Console) -> None:
     console.print("  encode, decode, decode with keys moved: bf16 bytes a second beside memcpy's")
     if turned := codecs.get("int4"):
         console.print(
-            f"  int4 with outlier channels in the keys, dim {DIMS[1]}: cosine {turned['cosine_outliers']:.4f} "
+            f"  int4, keys with outlier channels, dim {DIMS[1]}: cosine {turned['cosine_outliers']:.4f} "
             f"with the rotation, {codecs['int4-plain']['cosine_outliers']:.4f} without (int4-plain)"
         )
         console.print(

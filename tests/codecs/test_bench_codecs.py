@@ -29,7 +29,7 @@ def test_measure_reports_every_codec_at_every_dim(monkeypatch):
 
 
 def test_the_sizes_and_errors_that_are_promised_at_head_dim_128(monkeypatch):
-    """3.88x and a cosine of 0.993 on Gaussian K/V; keys with outlier channels keep it by the rotation alone."""
+    """3.88x and a cosine of 0.993 on Gaussian K/V, which keys with outlier channels keep only if rotated."""
     monkeypatch.setattr(bench_codecs, "_speed", lambda *_: {})
     at_128 = {name: by_dim["128"] for name, by_dim in bench_codecs.measure(0.0, dims=(128,)).items()}
     assert at_128["int4"]["ratio"] == pytest.approx(3.8788, abs=1e-4)
