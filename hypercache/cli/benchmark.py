@@ -28,14 +28,23 @@ BLEND = "blend"  # A: its rows stand beside the other parts in --json, not under
 PARTS = (BLEND, "engine", "codecs", "keys", "match", "live")  # what is measured without --part
 LIVE = ("engine", "match", "live")  # those that need a server
 REUSE = "reuse"  # needs logs
+TIERS = "tiers"  # writes a gigabyte to a disk
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object")
-    parser.add_argument("--part", choices=(*PARTS, REUSE), help="measure this alone (default: all but reuse)")
+    parser.add_argument(
+        "--part", choices=(*PARTS, TIERS, REUSE), help="measure this alone (default: all but tiers and reuse)"
+    )
     parser.add_argument("--logs", type=Path, metavar="DIR", help="reuse: prompt logs, SET_*.jsonl")
     parser.add_argument(
         "--tokenizer", type=Path, metavar="PATH", help="reuse: a tokenizer.json (default: SmolLM2's)"
+    )
+    parser.add_argument(
+        "--disk",
+        type=Path,
+        metavar="DIR",
+        help="tiers: on the disk to measure (default: where temporary files go)",
     )
 
 
@@ -47,7 +56,7 @@ def run(args: argparse.Namespace) -> int:
     # this when it is loaded, so what needs NumPy is imported below.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     parts = PARTS if args.part is None else (args.part,)
-    results = measure(Console(stderr=True), parts, args.logs, args.tokenizer)
+    results = measure(Console(stderr=True), parts, args.logs, args.tokenizer, args.disk)
     if args.json:
         print(json.dumps(_top(results), indent=2))
     else:
@@ -71,8 +80,10 @@ def measure(
     parts: Sequence[str] = PARTS,
     directory: Path | None = None,
     tokenizer: Path | None = None,
+    disk: Path | None = None,
 ) -> dict[str, Any]:
-    """Each of ``parts`` under its name. ``reuse`` reads the logs in ``directory``, with ``tokenizer``.
+    """Each of ``parts`` under its name. ``reuse`` reads the logs in ``directory``, with ``tokenizer``;
+    ``tiers`` writes into ``disk``.
 
     Raises HyperCacheError.
     """
@@ -89,6 +100,11 @@ def measure(
         assert directory is not None
         return bench_reuse.measure(directory, tokenizer, progress.print)
 
+    def tiers() -> dict[str, Any]:
+        from hypercache.cli import bench_tiers
+
+        return bench_tiers.measure(disk)
+
     with contextlib.ExitStack() as stack:
         uri = ""
         if set(parts) & set(LIVE):
@@ -100,6 +116,7 @@ def measure(
             "keys": ("hashing a million tokens", bench_live.hashing),
             "match": ("finding documents", lambda: bench_match.measure(uri)),
             "live": ("live server", lambda: bench_live.live(uri)),
+            TIERS: ("disk tier", tiers),
             REUSE: ("prompts from logs", reuse),
         }
         results = {}
@@ -130,6 +147,7 @@ def show(results: Mapping[str, Any], console: Console) -> None:
         "keys": _show_keys,
         "match": bench_match.show,
         "live": _show_live,
+        TIERS: _show_tiers,
         REUSE: bench_reuse.show,
     }
     for index, (part, result) in enumerate(results.items()):
@@ -201,6 +219,12 @@ def _show_live(live: Mapping[str, Any], console: Console) -> None:
         table.add_row(codec, *speeds, *wire, "yes" if row["identical"] else "no, lossy")
     console.print(table)
     console.print("  fetch, store: bf16 bytes a second, encoding, checksums and decoding included")
+
+
+def _show_tiers(tiers: Mapping[str, Any], console: Console) -> None:
+    from hypercache.cli import bench_tiers
+
+    bench_tiers.show(tiers, console)
 
 
 def _errors(row: Mapping[str, float]) -> tuple[str, str, str]:

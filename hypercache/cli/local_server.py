@@ -9,7 +9,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,15 +21,16 @@ STOP_S = 15.0
 
 
 @contextmanager
-def local_server(memory: str) -> Iterator[dict[str, Any]]:
-    """Run one on free loopback ports, with ``memory`` as the setting says; gives its ready line.
+def local_server(memory: str, more: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
+    """Run one on free loopback ports, with ``memory`` as the setting says and ``more`` flags; gives its
+    ready line.
 
     The user's own server settings are kept away from it. It is drained at the end, killed if that does not
     help. Raises Unavailable with its last words when it does not come up.
     """
     ours = [name for name in os.environ if name.startswith(PREFIX) and name not in OTHER_VARIABLES]
     env = {name: value for name, value in os.environ.items() if name not in (*ours, "HYPERCACHE_CONFIG")}
-    flags = ["--listen", "tcp://127.0.0.1:0", "--admin", "127.0.0.1:0", "--memory", memory]
+    flags = ["--listen", "tcp://127.0.0.1:0", "--admin", "127.0.0.1:0", "--memory", memory, *more]
     command = [sys.executable, "-m", "hypercache.cli.main", "serve", *flags]
     with tempfile.TemporaryFile("w+") as log:
         process = subprocess.Popen(

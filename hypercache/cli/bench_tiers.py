@@ -1,0 +1,174 @@
+"""The disk tier: its files beside plain file I/O, gets that come from it, restarts, and what it does to the
+gets of others.
+
+Servers are processes of their own, with a real client over TCP.
+"""
+
+from __future__ import annotations
+
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+from rich.console import Console
+from rich.table import Table
+
+from hypercache.cli import bench_disk
+from hypercache.cli.bench_live import DEADLINE_S, NotMeasured, kv_spec
+from hypercache.cli.local_server import local_server
+from hypercache.client import SyncClient, connect_sync
+from hypercache.kv import KVBuffers
+
+BLOCK = 16  # tokens
+READ_TARGET, GET_TARGET, TAIL_TARGET = 0.7, 1.5, 2.0  # what the figures are printed beside
+
+Tokens = npt.NDArray[np.int64]
+
+
+def measure(directory: Path | None = None, rounds: int = 5, small: bool = False) -> dict[str, Any]:
+    """``files``, ``restart`` (see :mod:`hypercache.cli.bench_disk`) and ``tail`` (:func:`tail`).
+
+    directory: on the disk to measure; its files are removed again. None: where temporary files go.
+    small: sizes for a test, whose figures say little.
+    """
+    with tempfile.TemporaryDirectory(prefix="hypercache-benchmark-", dir=directory) as name:
+        scratch = Path(name)
+        if small:
+            files = bench_disk.files(scratch, rounds, 1 << 20, 2)
+            restart = bench_disk.restart(scratch, 300, 1)
+        else:
+            files = bench_disk.files(scratch, rounds)
+            restart = bench_disk.restart(scratch)
+        return {"directory": str(directory or tempfile.gettempdir()), "files": files, "restart": restart}
+
+
+# -- the tail
+
+
+def tail(scratch: Path, rounds: int = 3, operations: int = 2000, memory: str = "128MiB") -> dict[str, float]:
+    """Gets of stored prompts while new ones come: 9 gets of one of 16 prompts, all in memory, to 1 put.
+
+    Two servers of ``memory``, full before it begins, so that each put costs old blocks their place: ``with``
+    a disk tier they are written to it in the background, ``without`` they are dropped. In turn, ``rounds`` of
+    ``operations`` each. p50_ms, p99_ms: of gets, medians over the rounds; to_without: median of the rounds'
+    ratios of p99. demoted_bytes: what the disk tier's files grew by.
+    """
+    spec = kv_spec(8)
+    hot, length = 16, 8 * BLOCK
+    random = np.random.default_rng(8)
+    l3 = scratch / "l3"
+    flags = ["--l3-dir", str(l3), "--l3-capacity", "4GiB", "--l3-segment", "64MiB"]
+    with ExitStack() as stack:
+        sides = {}
+        for name, extra in (("without", ()), ("with", flags)):
+            server = stack.enter_context(local_server(memory, extra))
+            sides[name] = stack.enter_context(
+                connect_sync(server["uris"][0], model=spec, codec="int8", deadline=DEADLINE_S)
+            )
+        kv = KVBuffers.allocate(spec, length)
+        prompts = [_prompt(random, length) for _ in range(hot)]
+        for client in sides.values():
+            for prompt in prompts:
+                _put(client, prompt, kv)
+            _mix(client, prompts, kv, random, operations)  # until memory is full, and a little further
+        before = _nbytes(l3)
+        p50: dict[str, list[float]] = {name: [] for name in sides}
+        p99: dict[str, list[float]] = {name: [] for name in sides}
+        for _ in range(rounds):
+            for name, client in sides.items():
+                spent = _mix(client, prompts, kv, random, operations)
+                p50[name].append(float(np.percentile(spent, 50)) * 1e3)
+                p99[name].append(float(np.percentile(spent, 99)) * 1e3)
+        demoted = _nbytes(l3) - before
+    if not demoted:
+        raise NotMeasured(f"nothing was written to {l3} while gets were measured")
+    return {
+        **{f"p50_{name}_ms": median(times) for name, times in p50.items()},
+        **{f"p99_{name}_ms": median(times) for name, times in p99.items()},
+        "to_without": median(a / b for a, b in zip(p99["with"], p99["without"], strict=True)),
+        "demoted_bytes": demoted,
+    }
+
+
+def _mix(
+    client: SyncClient, prompts: Sequence[Tokens], kv: KVBuffers, random: np.random.Generator, operations: int
+) -> list[float]:
+    """Seconds of each get."""
+    spent = []
+    for step in range(operations):
+        if step % 10 == 9:
+            _put(client, _prompt(random, kv.tokens), kv)
+            continue
+        prompt = prompts[int(random.integers(len(prompts)))]
+        began = time.perf_counter()
+        result = client.fetch(prompt, kv)
+        spent.append(time.perf_counter() - began)
+        if result.hit_tokens != kv.tokens:
+            raise NotMeasured(f"{result.hit_tokens} of {kv.tokens} tokens were found: {result.reason}")
+    return spent
+
+
+def _prompt(random: np.random.Generator, length: int) -> Tokens:
+    """One token more than is stored: a hit leaves the last one to compute."""
+    return random.integers(0, 128_000, length + 1)
+
+
+def _put(client: SyncClient, prompt: Tokens, kv: KVBuffers) -> None:
+    result = client.store(prompt, kv)
+    if result.stored != result.blocks:
+        raise NotMeasured(f"stored {dict(result.outcome)} of {result.blocks} blocks: {result.reason}")
+
+
+def _nbytes(directory: Path) -> int:
+    return sum(path.stat().st_size for path in directory.glob("*.hckv"))
+
+
+# -- for people
+
+
+def show(found: Mapping[str, Any], console: Console) -> None:
+    """Print what :func:`measure` found."""
+    console.print(f"[bold]Disk tier[/bold] (files in {found['directory']}; GB/s of file bytes, one thread)")
+    table = Table("on disk", box=None, pad_edge=False)
+    for heading in ("what", "tier", "plain", "tier to plain", "target"):
+        table.add_column(heading, justify="right", no_wrap=True)
+    for codec, rows in found["files"].items():
+        for what, row in rows.items():
+            if "plain_gbps" not in row:
+                continue
+            if "time_to_plain" in row:
+                ratio, target = f"time {row['time_to_plain']:.2f}x", f"<= {GET_TARGET}x"
+            else:
+                ratio, target = f"rate {row['to_plain']:.2f}x", f">= {READ_TARGET}x"
+            speeds = f"{row['gbps']:.2f}", f"{row['plain_gbps']:.2f}"
+            table.add_row(codec, what.replace("_", ", "), *speeds, ratio, target)
+    console.print(table)
+    console.print("  write, end / batch: one fdatasync at the end / after each batch, on both sides")
+    console.print(
+        "  read, get, cached / cold: all / nothing in the page cache, on both sides; a get decodes, too"
+    )
+    for codec, rows in found["files"].items():
+        if "encode" in rows:
+            encode, decode = rows["encode"], rows["decode"]
+            console.print(
+                f"  {codec}: K/V are encoded at {encode['gbps']:.2f} GB/s, {encode['to_write']:.2f}x of "
+                f"what a plain file takes; decoded at {decode['gbps']:.2f}, {decode['to_read']:.2f}x of what "
+                "a cold one gives"
+            )
+    restart = found["restart"]
+    console.print(
+        f"  restart, per 100,000 blocks: {restart['footer_s']:.2f} s from footers, {restart['scan_s']:.2f} s "
+        f"by a scan (measured with {restart['blocks']:,})"
+    )
+    if row := found.get("tail"):
+        console.print(
+            f"  gets while old blocks go to disk: p99 {row['p99_with_ms']:.2f} ms, "
+            f"{row['p99_without_ms']:.2f} where they are dropped: {row['to_without']:.2f}x "
+            f"(target <= {TAIL_TARGET}x; p50 {row['p50_with_ms']:.2f}, {row['p50_without_ms']:.2f} ms)"
+        )
