@@ -72,7 +72,7 @@ class Slab(Generic[Owner]):
         self.used = 0
         self.held = 0
         self.rank = -math.inf
-        self.queued = False
+        self.queued = 0
 
     @property
     def evictable(self) -> bool:

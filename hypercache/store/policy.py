@@ -1,22 +1,37 @@
 """Who goes first: the ordering of eviction, apart from the mechanics of it.
 
-Everything that can be evicted carries a ``rank``: the lowest goes first. A policy only sets ranks; the
-index sees to it that a prefix outlives its suffixes, whatever the ranks say.
+Everything that can be evicted carries a ``rank``: the lowest goes first. A policy sets ranks and makes the
+queues that find the lowest; the index sees to it that a prefix outlives its suffixes, whatever the ranks say.
+
+What one request asks of a block (look-up, lease, store) is one use of it: within a second of the clock uses
+count once. So do those of its ancestors, which are told later (see :class:`Climbs`).
 """
 
 from __future__ import annotations
 
 import heapq
+import itertools
 import math
 from collections.abc import Iterable, Sequence
-from typing import Generic, Protocol, TypeVar
+from typing import Any, Final, Generic, Protocol, TypeVar
+
+from hypercache.errors import ConfigError
+
+STEP_S: Final = 30.0  # what a hint takes a step of an agent for
+HALF_LIFE_S: Final = 600.0
+_LN2: Final = math.log(2)
+_NUMBER: Final = 0xFFFF  # the part of a ticket that says which queue gave it
+_tickets = itertools.count(1)
 
 
 class Ranked(Protocol):
-    """A candidate. ``queued`` is true while it has an entry in a :class:`ColdQueue`, and belongs to that."""
+    """A candidate. ``queued`` is not 0 while it has an entry in a queue, and belongs to that: the entry's
+    ticket, so that what left one queue for another is never taken for what it was there."""
 
-    rank: float
-    queued: bool
+    queued: int
+
+    @property
+    def rank(self) -> float: ...
 
     @property
     def evictable(self) -> bool: ...
@@ -29,30 +44,403 @@ class Place(Protocol):
 
 
 class Placed(Protocol):
+    """A block. ``rank``, ``used`` (seconds, the last use), ``uses`` and ``bias`` are the policy's alone; they
+    begin as -inf, -inf, 0 and 0.0."""
+
     rank: float
+    used: float
+    uses: int
+    bias: float
+    queued: int
+
+    @property
+    def digest(self) -> bytes: ...
 
     @property
     def slab(self) -> Place: ...
+
+
+Item = TypeVar("Item", bound=Ranked)
+
+
+class Queue(Protocol[Item]):
+    """Candidates; not more than one entry for each."""
+
+    def __len__(self) -> int: ...
+
+    def push(self, item: Item) -> None:
+        """Enter an evictable item. Nothing happens if it is in already."""
+
+    def coldest(self) -> Item | None:
+        """The evictable item that should go first; it stays in. What cannot be evicted is dropped on the
+        way: push it again when it can."""
+
+    def forget(self, item: Item) -> None:
+        """The item is gone for good, or to another queue."""
 
 
 class Policy(Protocol):
     def use(self, blocks: Iterable[Placed], now: float) -> None:
         """``blocks`` were stored or found at ``now``: set their ranks, and raise their slabs' to match.
 
-        Their ancestors are passed too, up to a second late (see :class:`Climbs`): a rank may be lower than
-        what ``now`` of an earlier call gave to another block in the same slab, and never lowers the slab's.
+        Their ancestors are passed too, up to a second late (see :class:`Climbs`): ``now`` may be lower than
+        that of an earlier call.
         """
 
+    def hint(self, blocks: Iterable[Placed], steps: int, priority: int, now: float) -> None:
+        """A client says when it will need ``blocks`` again: in ``steps`` steps of ``STEP_S`` (-1: it does not
+        say), and how much it cares: -3..3. It holds until a use in another second, and less and less: a hint
+        moves a block as far as some uses would, and what is used afterwards overtakes it."""
 
-class Lru:
-    """Least recently used: the rank is the time of the last use, in seconds."""
+    def leave(self, block: Placed) -> None:
+        """``block`` lost its slot, or is gone. May be told twice."""
+
+    def admit(self, block: Placed, now: float) -> bool:
+        """``block`` comes back from L3 for a use at ``now``, which may have been told already. False: it is
+        worth less than what would have to go for it, and has been ranked to go first, so that a scan replaces
+        itself."""
+
+    def queue(self) -> Queue[Any]:
+        """A new queue, for blocks that compete for the same slots."""
+
+
+class ColdQueue(Generic[Item]):
+    """Finds the evictable item of lowest rank in O(log n); ranks may rise without telling the queue.
+
+    A heap with at most one live entry per item. Entries are looked at only when they surface: one whose item
+    cannot be evicted is dropped, one whose item's rank has risen sinks back. ``number`` (1..65535) tells the
+    queues of one policy apart.
+    """
+
+    __slots__ = ("_dead", "_heap", "number")
+
+    def __init__(self, number: int = 0) -> None:
+        self._heap: list[tuple[float, int, Item]] = []
+        self.number = number
+        self._dead = 0
+
+    def __len__(self) -> int:
+        return len(self._heap) - self._dead
+
+    def push(self, item: Item) -> None:
+        """Enter an evictable item. Nothing happens if it is in already."""
+        if not item.queued:
+            # Tickets rise: among equals, first in first out; and items are never compared.
+            item.queued = next(_tickets) << 16 | self.number
+            heapq.heappush(self._heap, (item.rank, item.queued, item))
+
+    def coldest(self) -> Item | None:
+        """The evictable item of lowest rank; it stays in."""
+        heap = self._heap
+        while heap:
+            rank, ticket, item = heap[0]
+            if item.queued != ticket:
+                heapq.heappop(heap)
+                self._dead -= 1
+            elif not item.evictable:
+                heapq.heappop(heap)
+                item.queued = 0
+            elif item.rank > rank:
+                heapq.heapreplace(heap, (item.rank, ticket, item))
+            else:
+                return item
+        return None
+
+    def forget(self, item: Item) -> None:
+        """The item is gone, or changes its queue. Its entry is dropped when half of the heap is such."""
+        if item.queued:
+            item.queued = 0
+            self._dead += 1
+            if self._dead * 2 > len(self._heap) + 64:
+                self._heap = [entry for entry in self._heap if entry[2].queued == entry[1]]
+                heapq.heapify(self._heap)
+                self._dead = 0
+
+    def fell(self, item: Item) -> None:
+        """The rank of an item that is in has fallen."""
+        self.forget(item)
+        self.push(item)
+
+
+class _Ranking:
+    """What policies by rank have in common: their queues, which are to be told when a rank falls."""
+
+    def __init__(self) -> None:
+        self._queues: list[ColdQueue[Any]] = []
+
+    def queue(self) -> Queue[Any]:
+        return self._new_queue()
+
+    def leave(self, block: Placed) -> None:
+        """Nothing to remember: what L3 keeps has its rank on it."""
+
+    def _new_queue(self) -> ColdQueue[Any]:
+        queue: ColdQueue[Any] = ColdQueue(len(self._queues) + 1)
+        self._queues.append(queue)
+        return queue
+
+    def _set(self, block: Placed, rank: float) -> None:
+        fell = rank < block.rank
+        block.rank = rank
+        slab = block.slab
+        if slab.rank < rank:
+            slab.rank = rank
+        if fell and (number := block.queued & _NUMBER):
+            self._queues[number - 1].fell(block)
+
+
+class Lru(_Ranking):
+    """Least recently used: the rank is the time of the last use, in seconds.
+
+    A hint ranks a block as if it was last used as long ago as it will be needed, and ``half_life_s`` later
+    for each point of priority. Whatever comes back from L3 is admitted.
+    """
+
+    def __init__(self, half_life_s: float = HALF_LIFE_S) -> None:
+        super().__init__()
+        self._point = _positive(half_life_s)
 
     def use(self, blocks: Iterable[Placed], now: float) -> None:
         for block in blocks:
-            block.rank = now
+            if block.used < math.floor(now):
+                block.uses += 1
+            if block.used < now:
+                block.used = now
+                self._set(block, now)
+
+    def hint(self, blocks: Iterable[Placed], steps: int, priority: int, now: float) -> None:
+        for block in blocks:
+            since = block.used if steps < 0 else now - STEP_S * steps
+            self._set(block, since + self._point * _within(priority))
+
+    def admit(self, block: Placed, now: float) -> bool:
+        return True
+
+
+class Lrfu(_Ranking):
+    """The spectrum between recency and frequency (Lee et al., LRFU, IEEE Transactions on Computers 50(12),
+    2001): each use counts for 1 at first, and for half of what it did after ``half_life_s`` more. A short
+    half-life is LRU, a long one LFU.
+
+    The count C of a block decays by 2^(-λ dt), all blocks' alike. So log2 C + λt, taken at the last use,
+    orders them at any time without being touched: that is the rank, in half-lives.
+
+    A hint ranks a block as if it was used now, colder by the half-lives until it will be needed, and warmer
+    by one for each point of priority.
+    """
+
+    OUT: Final = -1e6  # half-lives: the bias of what goes first
+
+    def __init__(self, half_life_s: float = HALF_LIFE_S) -> None:
+        super().__init__()
+        self._decay = 1 / _positive(half_life_s)
+
+    def use(self, blocks: Iterable[Placed], now: float) -> None:
+        second, at = math.floor(now), self._decay * now
+        for block in blocks:
+            if block.used < second:
+                block.uses += 1
+                self._set(block, _added(self._own(block, at), at))
+                block.bias = 0.0
+                block.used = now
+
+    def _own(self, block: Placed, at: float) -> float:
+        """The rank without its hint. A block may have taken over the rank of a child that was hinted; but no
+        count exceeds the number of its uses."""
+        if not block.bias:
+            return block.rank
+        most = at + math.log2(block.uses) if block.uses else -math.inf
+        return min(block.rank - block.bias, most)
+
+    def hint(self, blocks: Iterable[Placed], steps: int, priority: int, now: float) -> None:
+        at = self._decay * now
+        for block in blocks:
+            own = self._own(block, at)
+            hinted = own if steps < 0 else _added(own, at) - self._decay * STEP_S * steps
+            hinted += _within(priority)
+            if hinted > -math.inf:
+                block.bias = hinted - own if own > -math.inf else 0.0
+                self._set(block, hinted)
+
+    def admit(self, block: Placed, now: float) -> bool:
+        """By what its earlier uses are worth, against the coldest candidate."""
+        self.use((block,), now)
+        at = self._decay * now
+        own = self._own(block, at)
+        earlier = 2.0 ** (own - at) - 1  # what it comes back for counts for 1
+        before = at + math.log2(earlier) if earlier > 1e-9 else -math.inf
+        coldest = [item.rank for queue in self._queues if (item := queue.coldest()) is not None]
+        if not coldest or before > min(coldest):
+            return True
+        block.bias = self.OUT
+        self._set(block, own + self.OUT)
+        return False
+
+
+def _added(rank: float, at: float) -> float:
+    """The rank after one use more, at ``at`` half-lives."""
+    high, low = (rank, at) if rank > at else (at, rank)
+    return high + math.log1p(2.0 ** (low - high)) / _LN2
+
+
+def _within(priority: int) -> int:
+    return min(max(priority, -3), 3)
+
+
+def _positive(half_life_s: float) -> float:
+    if not 0 < half_life_s < math.inf:
+        raise ConfigError(f"policy half_life_s={half_life_s!r}: need a finite number of seconds > 0")
+    return half_life_s
+
+
+class Ghosts:
+    """Digests of what has gone, the newest ``most``: eight bytes of each, which is enough to rank by."""
+
+    __slots__ = ("_keys", "most")
+
+    def __init__(self, most: int) -> None:
+        self._keys: dict[bytes, None] = {}
+        self.most = most
+
+    def __len__(self) -> int:
+        return len(self._keys)
+
+    def add(self, digest: bytes, room: int) -> None:
+        """Remember it; keep the newest ``room`` at most."""
+        key = digest[:8]
+        self._keys.pop(key, None)
+        self._keys[key] = None
+        while len(self._keys) > min(room, self.most):
+            del self._keys[next(iter(self._keys))]
+
+    def take(self, digest: bytes) -> bool:
+        """Whether it was remembered; it is no more."""
+        return self._keys.pop(digest[:8], self) is None
+
+
+class S3Fifo(_Ranking):
+    """Three FIFO queues (Yang et al., SOSP 2023): what is new waits in a small one, a tenth of all, and goes
+    unless it is used twice there; a main one gives a turn more for each use, up to three; and a list of
+    ghosts sends what was thrown out too early straight to the main one.
+
+    The rank is the time of entry into the queue, in seconds; ``uses`` counts up to three, and ``bias`` says
+    which queue it is. A hint sets the count: 2 and the priority, less one for each ten steps. So it is worth
+    three turns at most.
+    """
+
+    SMALL: Final = 1.0
+    MAIN: Final = 2.0
+    MOST: Final = 3
+    AGAIN: Final = 2  # uses in the small queue that lead to the main one
+
+    def __init__(self, ghosts: int = 65536) -> None:
+        super().__init__()
+        self.ghosts = Ghosts(ghosts)
+        self._in_main = 0
+        self._clock = -math.inf
+
+    def queue(self) -> Queue[Any]:
+        return _S3Queue(self, self._new_queue(), self._new_queue())
+
+    def tick(self, now: float = -math.inf) -> float:
+        """A time of entry: each is later than the one before, or among equals the order would be lost."""
+        self._clock = max(now, math.nextafter(self._clock, math.inf))
+        return self._clock
+
+    def use(self, blocks: Iterable[Placed], now: float) -> None:
+        second = math.floor(now)
+        for block in blocks:
+            if not block.bias:
+                known = self.ghosts.take(block.digest)
+                self._in_main += known
+                block.bias, block.uses = self.MAIN if known else self.SMALL, 0
+                self._set(block, self.tick(now))
+            elif block.used < second:
+                block.uses = min(block.uses + 1, self.MOST)
+            block.used = max(block.used, now)
             slab = block.slab
-            if slab.rank < now:
-                slab.rank = now
+            slab.rank = max(slab.rank, now)
+
+    def hint(self, blocks: Iterable[Placed], steps: int, priority: int, now: float) -> None:
+        for block in blocks:
+            turns = 2 + _within(priority) - max(steps, 0) // 10
+            block.uses = min(max(turns, 0), self.MOST)
+
+    def leave(self, block: Placed) -> None:
+        if block.bias == self.SMALL:
+            self.ghosts.add(block.digest, self._in_main)
+        self._in_main -= block.bias == self.MAIN
+        block.bias, block.uses = 0.0, 0
+
+    def admit(self, block: Placed, now: float) -> bool:
+        """The small queue is where it has to prove itself, unless its ghost is remembered."""
+        self.use((block,), now)
+        return block.bias == self.MAIN
+
+    def to_main(self, block: Placed) -> None:
+        """It has proved itself."""
+        self._in_main += block.bias != self.MAIN
+        block.bias, block.uses = self.MAIN, 0
+        self._set(block, self.tick())
+
+
+class Candidate(Placed, Protocol):
+    @property
+    def evictable(self) -> bool: ...
+
+
+class _S3Queue:
+    """The small and the main queue of one slot size. Heaps by time of entry: a block that becomes a candidate
+    late, because others hung on it, takes the place that its age gives it."""
+
+    __slots__ = ("_main", "_policy", "_small")
+
+    def __init__(self, policy: S3Fifo, small: ColdQueue[Candidate], main: ColdQueue[Candidate]) -> None:
+        self._policy = policy
+        self._small = small
+        self._main = main
+
+    def __len__(self) -> int:
+        return len(self._small) + len(self._main)
+
+    def push(self, item: Candidate) -> None:
+        (self._main if item.bias == S3Fifo.MAIN else self._small).push(item)
+
+    def forget(self, item: Candidate) -> None:
+        (self._main if item.queued & _NUMBER == self._main.number else self._small).forget(item)
+
+    def coldest(self) -> Candidate | None:
+        while True:
+            small, main = self._small.coldest(), self._main.coldest()
+            if small is not None and (main is None or len(self._small) * 10 >= len(self)):
+                if small.uses < S3Fifo.AGAIN:
+                    return small
+                self._small.forget(small)
+                self._policy.to_main(small)
+                self._main.push(small)
+            elif main is None or not main.uses:
+                return main
+            else:
+                main.uses -= 1
+                main.rank = self._policy.tick()
+
+
+NAMES: Final = ("lrfu", "lru", "s3-fifo")
+
+
+def get(name: str, **options: Any) -> Policy:
+    """The policy of that name. Options: ``half_life_s`` of "lrfu" and "lru", ``ghosts`` of "s3-fifo".
+
+    Raises ConfigError for an unknown name, and for options out of range.
+    """
+    match name:
+        case "lrfu":
+            return Lrfu(**options)
+        case "lru":
+            return Lru(**options)
+        case "s3-fifo":
+            return S3Fifo(**options)
+    raise ConfigError(f"eviction policy {name!r}: choose one of {', '.join(NAMES)}")
 
 
 class Linked(Placed, Protocol):
@@ -63,16 +451,16 @@ class Linked(Placed, Protocol):
 class Climbs:
     """The ancestors of a used block are used too, or a slab full of prefixes looks cold and takes what hangs
     on them along. Walking to the root on each use would let a small request cost as much as the chain is
-    long. So an ancestor is raised at most once a second, and each walk goes on where the last one stopped.
+    long. So an ancestor is told at most once a second, and each walk goes on where the last one stopped.
     """
 
     __slots__ = ("_policy", "_waiting")
 
-    STEPS = 256  # ancestors raised in one call of :meth:`use`
+    STEPS = 256  # ancestors told in one call of :meth:`use`
 
     def __init__(self, policy: Policy) -> None:
         self._policy = policy
-        self._waiting: dict[Linked, float] = {}  # next to raise, and to what
+        self._waiting: dict[Linked, float] = {}  # next to tell, and of what time
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -88,75 +476,20 @@ class Climbs:
         if chain:
             self._policy.use(chain, now)
             above = chain[0].parent
-            if above is not None and above.rank < math.floor(now):
+            if above is not None and above.used < math.floor(now):
                 self._waiting[above] = now
 
     def go(self, steps: int) -> None:
-        """Raise up to ``steps`` blocks."""
+        """Tell up to ``steps`` blocks."""
         while self._waiting and steps > 0:
             block, now = self._waiting.popitem()
             second = math.floor(now)
-            raised: list[Linked] = []
+            told: list[Linked] = []
             node: Linked | None = block
-            while node is not None and node.rank < second and len(raised) < steps:
-                raised.append(node)
+            while node is not None and node.used < second and len(told) < steps:
+                told.append(node)
                 node = node.parent
-            steps -= len(raised) + 1
-            self._policy.use(raised, now)
-            if node is not None and node.rank < second:
+            steps -= len(told) + 1
+            self._policy.use(told, now)
+            if node is not None and node.used < second:
                 self._waiting[node] = max(now, self._waiting.get(node, now))
-
-
-Item = TypeVar("Item", bound=Ranked)
-
-
-class ColdQueue(Generic[Item]):
-    """Finds the evictable item of lowest rank in O(log n); ranks may rise without telling the queue.
-
-    A heap with at most one entry per item. Entries are looked at only when they surface: an item that
-    cannot be evicted is dropped (push it again when it can), one whose rank has risen sinks back.
-    """
-
-    __slots__ = ("_dead", "_heap", "_seq")
-
-    def __init__(self) -> None:
-        self._heap: list[tuple[float, int, Item]] = []
-        self._seq = 0  # among equals, first in first out; and items are never compared
-        self._dead = 0
-
-    def __len__(self) -> int:
-        return len(self._heap) - self._dead
-
-    def push(self, item: Item) -> None:
-        """Enter an evictable item. Nothing happens if it is in already."""
-        if not item.queued:
-            item.queued = True
-            self._seq += 1
-            heapq.heappush(self._heap, (item.rank, self._seq, item))
-
-    def coldest(self) -> Item | None:
-        """The evictable item of lowest rank; it stays in."""
-        heap = self._heap
-        while heap:
-            rank, seq, item = heap[0]
-            if not item.queued:
-                heapq.heappop(heap)
-                self._dead -= 1
-            elif not item.evictable:
-                heapq.heappop(heap)
-                item.queued = False
-            elif item.rank > rank:
-                heapq.heapreplace(heap, (item.rank, seq, item))
-            else:
-                return item
-        return None
-
-    def forget(self, item: Item) -> None:
-        """The item is gone for good. Its entry is dropped when half of the heap is such entries."""
-        if item.queued:
-            item.queued = False
-            self._dead += 1
-            if self._dead * 2 > len(self._heap) + 64:
-                self._heap = [entry for entry in self._heap if entry[2].queued]
-                heapq.heapify(self._heap)
-                self._dead = 0

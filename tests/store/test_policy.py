@@ -13,7 +13,7 @@ from hypercache.store.policy import ColdQueue
 class Item:
     rank: float
     evictable: bool = True
-    queued: bool = False
+    queued: int = 0
 
 
 @given(
@@ -44,7 +44,7 @@ def test_the_queue_always_finds_the_coldest_evictable_item(steps: list[tuple[str
                 assert not ready
             else:
                 assert coldest.evictable and coldest.rank == min(i.rank for i in ready)
-        assert len(queue) == sum(item.queued for item in items)
+        assert len(queue) == sum(bool(item.queued) for item in items)
 
 
 def test_forgotten_items_do_not_pile_up() -> None:
