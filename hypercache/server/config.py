@@ -11,6 +11,7 @@ import dataclasses
 import ipaddress
 import re
 import socket
+import stat
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -26,6 +27,8 @@ from hypercache.server.settings import Kind
 from hypercache.store.limits import memory_limit
 
 PREFIX = "HYPERCACHE_"
+PAGE = 4096
+SEGMENTS = 4  # of the disk tier, at least, where nobody chose their size
 
 # Variables with the prefix that other parts of the product read. A name in neither list is a mistake.
 OTHER_VARIABLES = {
@@ -61,6 +64,22 @@ def _host_of(uri: str) -> str | None:
     return parse_address(uri, scheme, listening=True).host
 
 
+def _check_directory(path: str) -> None:
+    """Raises ValueError for a path that is no directory and can become none. It need not exist yet."""
+    if path.startswith("~"):
+        raise ValueError("nobody expands '~' here; write the whole path")
+    if "\0" in path:
+        raise ValueError("a path has no NUL in it")
+    try:
+        mode = Path(path).stat().st_mode
+    except FileNotFoundError:
+        return
+    except OSError as error:
+        raise ValueError(error.strerror or str(error)) from None
+    if not stat.S_ISDIR(mode):
+        raise ValueError("it is there, and is no directory")
+
+
 @dataclass(frozen=True, slots=True)
 class ServerConfig:
     """Validated settings of one server. Raises ConfigError. Sizes in bytes, times in seconds."""
@@ -80,6 +99,50 @@ class ServerConfig:
         settings.share_of_memory(8 << 20, memory_limit),
         "Cap of the RAM tier, index and buffers included. A share counts from the cgroup's limit, "
         "or the machine's memory where there is none.",
+    )
+    policy: str = _setting(
+        "lrfu",
+        settings.choice("lrfu", "lru", "s3-fifo"),
+        "Which blocks go first when room is needed: lrfu weighs how recently and how often each was used.",
+    )
+    lrfu_half_life_s: float = _setting(
+        600.0,
+        settings.seconds(0.1, 604800),
+        "Of lrfu: after so long, a use counts half. Short: like lru; long: the most often used stay.",
+    )
+    pin_limit_s: float = _setting(
+        3600.0, settings.seconds(0.1, 604800), "Longest time for which a client may pin blocks in memory."
+    )
+    pin_share: float = _setting(
+        0.25,
+        settings.share(0, 90),
+        "Part of memory that all pins together may keep; one tenant gets half of it. 0%: no pins.",
+    )
+    l3_dir: str = _setting(
+        "off",
+        settings.directory(_check_directory),
+        "Where the disk tier keeps its files; made if it is not there. One server owns a directory.",
+    )
+    l3_capacity: int = _setting(
+        10 << 30,
+        settings.size(2 << 20, 1 << 50),
+        "Cap of the disk tier, counted from its files. At least two segments.",
+    )
+    l3_segment: int = _setting(
+        256 << 20,
+        settings.size(1 << 20, 4 << 30),
+        "Size of the disk tier's files; no block may be larger. By default at most a quarter of l3_capacity.",
+    )
+    l3_fsync: str = _setting(
+        "interval",
+        settings.choice("never", "batch", "interval"),
+        "When what was written is forced to the disk: by the system alone, after each batch, or once a "
+        "second. Removals always are, before they are answered.",
+    )
+    l3_on_exit: str = _setting(
+        "keep",
+        settings.choice("keep", "purge"),
+        "What becomes of the disk tier's files when the server ends in order.",
     )
     drain_s: float = _setting(
         10.0, settings.seconds(0, 3600), "How long running streams may go on after SIGTERM or SIGINT."
@@ -246,6 +309,7 @@ def _validated(values: Mapping[str, Any], origin: Mapping[str, str]) -> dict[str
             reason = f"{error}; allowed: {kind_of(key).allowed}"
             raise ConfigError(_message(key, value, origin, reason)) from None
     _fit_frames(result, origin)
+    _fit_segments(result, origin)
     _refuse_one_port_twice(result, origin)
     _refuse_open_doors(result, origin)
     return result
@@ -266,6 +330,20 @@ def _fit_frames(values: dict[str, Any], origin: Mapping[str, str]) -> None:
         )
         raise ConfigError(_message("max_frame_payload", frame, origin, reason))
     values["max_frame_payload"] = memory
+
+
+def _fit_segments(values: dict[str, Any], origin: Mapping[str, str]) -> None:
+    """The disk tier gives room back a segment at a time, so it needs some: likewise."""
+    segment, capacity = values["l3_segment"], values["l3_capacity"]
+    default = origin.get("l3_segment", "default") == "default" and segment == FIELDS["l3_segment"].default
+    if default and capacity < SEGMENTS * segment:
+        values["l3_segment"] = max(1 << 20, capacity // SEGMENTS // PAGE * PAGE)
+    elif capacity < 2 * segment:
+        reason = (
+            f"is not two segments of l3_segment = {settings.show_bytes(segment)}; raise it "
+            f"({flag_of('l3_capacity')}) or lower l3_segment ({flag_of('l3_segment')})"
+        )
+        raise ConfigError(_message("l3_capacity", capacity, origin, reason))
 
 
 def _refuse_one_port_twice(values: Mapping[str, Any], origin: Mapping[str, str]) -> None:

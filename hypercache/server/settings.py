@@ -156,6 +156,41 @@ def share_of_memory(low: int, limit: Callable[[], int]) -> Kind:
     return Kind(allowed, parse, _number_from_text, show_bytes)
 
 
+def share(low: int, high: int) -> Kind:
+    """A fraction of something, ``low`` to ``high`` percent of it: "25%" or 0.25."""
+
+    def parse(value: object) -> float:
+        found = _PERCENT.fullmatch(value.strip()) if isinstance(value, str) else None
+        if found is not None:
+            value = float(Decimal(found[1]) / 100)
+        if not isinstance(value, float):
+            what = "" if isinstance(value, str) else f", not {_type(value)}"
+            raise ValueError(f"must be a share such as '25%' or 0.25{what}")
+        _check_range(value, low / 100, high / 100)
+        return value
+
+    return Kind(f"{low}% to {high}%, or as a fraction", parse, _number_from_text, _show_share)
+
+
+def _show_share(value: float) -> str:
+    shown = f"{Decimal(repr(value)) * 100:f}"
+    return (shown.rstrip("0").rstrip(".") if "." in shown else shown) + "%"
+
+
+def directory(check: Callable[[str], object]) -> Kind:
+    """A path that ``check`` accepts; "" for off."""
+
+    def parse(value: object) -> str:
+        if not isinstance(value, str):
+            raise ValueError(f"must be text, not {_type(value)}")
+        if value in ("", "off"):
+            return ""
+        _usable(check, value)
+        return value
+
+    return Kind("the path of a directory, or off", parse, show=lambda value: value or "off")
+
+
 def choice(*names: str) -> Kind:
     def parse(value: object) -> str:
         if value not in names:

@@ -94,7 +94,13 @@ def test_times_may_have_a_unit(text: str, seconds: float, tmp_path: Path) -> Non
 
 def test_what_is_shown_can_be_typed_back() -> None:
     given = {"drain_s": "0.00001", "lease_limit_s": "1234.56789", "memory": "33333333", "admin": "off"}
-    for flags in ({}, given, {"listen": "tcp://127.0.0.1:1, tcp://[::1]:2", "max_frame_payload": "70001"}):
+    given |= {"pin_share": "33.3%", "lrfu_half_life_s": "0.7", "l3_capacity": "100MiB", "policy": "s3-fifo"}
+    for flags in (
+        {},
+        given,
+        {"l3_dir": "a/b c", "pin_share": "0%"},
+        {"listen": "tcp://127.0.0.1:1, tcp://[::1]:2", "max_frame_payload": "70001"},
+    ):
         effective = load(flags, {})
         assert load({key: value for key, value, _ in effective.rows()}, {}).config == effective.config
 
@@ -295,6 +301,15 @@ WRONG = {
     "stall_timeout_s": ["0", "-1", "-inf"],
     "max_connections": ["0", "-1", "16.5", "nan", "65536", "1e3", "many", ""],
     "max_frame_payload": ["0", "-1", "5", "2GiB", "5MB", "nan"],
+    "policy": ["", "LRU", "fifo", "s3fifo", "nan"],
+    "lrfu_half_life_s": ["0", "-1", "nan", "inf", "604801", "1 h"],
+    "pin_limit_s": ["0", "-1", "nan", "1e9", ""],
+    "pin_share": ["", "-1%", "91%", "25", "0", "nan", "1.5", "-0.1", "a quarter", "25 percent"],
+    "l3_dir": ["/dev/null", "/dev/null/cache", "~/cache", "a\0b", "/" + "x" * 300],
+    "l3_capacity": ["0", "-1", "5", "1MiB", "10GB", "nan", "50%", "2000TiB", ""],
+    "l3_segment": ["0", "-1", "5", "1023KiB", "5GiB", "256MB", "nan", "16.5"],
+    "l3_fsync": ["", "always", "NEVER", "1"],
+    "l3_on_exit": ["", "delete", "Keep"],
     "log_level": ["", "verbose", "INFO", "inf"],
     "log_format": ["", "xml", "JSON"],
     "allow_unauthenticated_network": ["", "1", "yes", "nan"],
@@ -341,6 +356,17 @@ WRONG_TOML = [
     ("max_connections", "true"),
     ("log_level", "1"),
     ("log_level", '["info"]'),
+    ("policy", "true"),
+    ("pin_share", "25"),
+    ("pin_share", "true"),
+    ("pin_share", '"25"'),
+    ("l3_dir", "1"),
+    ("l3_dir", "false"),
+    ("l3_dir", '["/tmp"]'),
+    ("l3_capacity", "true"),
+    ("l3_capacity", "1e10"),
+    ("l3_segment", '"256 MB"'),
+    ("l3_fsync", "false"),
     ("allow_unauthenticated_network", "1"),
     ("allow_unauthenticated_network", '"true"'),
     ("drain_s", "{ a = 1 }"),
@@ -364,6 +390,47 @@ def test_p03_more_memory_than_the_machine_has() -> None:
         load({"memory": str(limit + 1)}, {})
     assert load({"memory": str(limit)}, {}).config.memory == limit
     assert load({"memory": "50%"}, {}).config.memory == int(limit * 0.5)
+
+
+def test_a_share_is_a_fraction() -> None:
+    for text in ("25%", "25 %", "0.25"):
+        assert load({"pin_share": text}, {}).config.pin_share == 0.25
+    assert load({"pin_share": "0%"}, {}).config.pin_share == 0.0
+    assert ("pin_share", "25%", "default") in load({}, {}).rows()
+
+
+def test_the_disk_tier_is_off_unless_it_has_a_directory(tmp_path: Path) -> None:
+    for text in ("", "off"):
+        effective = load({"l3_dir": text}, {})
+        assert effective.config.l3_dir == ""
+        assert ("l3_dir", "off", "flag --l3-dir") in effective.rows()
+    assert load({}, {}).config.l3_dir == ""
+    for path in (tmp_path, tmp_path / "not" / "there" / "yet"):
+        assert load({"l3_dir": str(path)}, {}).config.l3_dir == str(path)
+    assert not (tmp_path / "not").exists()
+    file = write(tmp_path / "file", "")
+    with pytest.raises(
+        ConfigError, match=r"^l3_dir = '.*file' \(flag --l3-dir\) .*is no directory; allowed: "
+    ):
+        load({"l3_dir": str(file)}, {})
+
+
+@pytest.mark.parametrize(
+    ("capacity", "segment"),
+    [("10GiB", 256 << 20), ("1GiB", 256 << 20), ("100MiB", 25 << 20), ("3MiB", 1 << 20), ("2MiB", 1 << 20)],
+)
+def test_a_small_disk_tier_has_smaller_segments(capacity: str, segment: int) -> None:
+    assert load({"l3_capacity": capacity}, {}).config.l3_segment == segment
+
+
+def test_p03_segments_that_somebody_chose_must_fit_twice() -> None:
+    assert load({"l3_capacity": "8GiB", "l3_segment": "4GiB"}, {}).config.l3_segment == 4 << 30
+    with pytest.raises(ConfigError) as caught:
+        load({"l3_segment": "256MiB"}, {"HYPERCACHE_L3_CAPACITY": "511MiB"})
+    assert str(caught.value) == (
+        "l3_capacity = 535822336 (env HYPERCACHE_L3_CAPACITY) is not two segments of l3_segment = "
+        "256 MiB (268435456); raise it (--l3-capacity) or lower l3_segment (--l3-segment)"
+    )
 
 
 def test_p03_a_config_made_in_code_is_checked_too() -> None:
