@@ -57,7 +57,7 @@ class Lease(Hold):
     is empty when both are over.
     """
 
-    __slots__ = ("blocks", "counts", "expires", "id")
+    __slots__ = ("blocks", "counts", "expires", "id", "nbytes")
 
     def __init__(
         self, owner: Hashable, blocks: list[Block], counts: tuple[int, ...], lease_id: int, expires: float
@@ -67,6 +67,7 @@ class Lease(Hold):
         super().__init__(owner, [chain[-1] for chain in self.chains])
         self.id = lease_id
         self.expires = expires
+        self.nbytes = lease_nbytes(len(blocks), len(counts))  # it takes itself, here and in who sends from it
 
     @property
     def chains(self) -> Iterator[list[Block]]:
@@ -78,9 +79,24 @@ class Lease(Hold):
                 yield self.blocks[end - count : end]
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of memory that it takes itself, in the store and in whoever sends from it."""
-        return lease_nbytes(len(self.blocks), len(self.counts))
+    def ready(self) -> bool:
+        """Whether all its blocks can be read from where they lie."""
+        return all([block.slot >= 0 and block.loading is None for block in self.blocks])
+
+    def settle(self) -> None:
+        """What of it cannot be read (it did not come from L3) is no longer part of it: of the first chain,
+        the run before that is left, of another one nothing. It holds what it held."""
+        counts: list[int] = []
+        blocks: list[Block] = []
+        end = 0
+        for number, count in enumerate(self.counts):
+            chain = self.blocks[end : end + count]
+            end += count
+            good = next((at for at, block in enumerate(chain) if not block.ready), count)
+            good = good if good == count or number == 0 else 0
+            counts.append(good)
+            blocks += chain[:good]
+        self.blocks, self.counts = blocks, tuple(counts)
 
     def __repr__(self) -> str:
         return f"<lease {self.id} blocks={len(self.blocks)} pins={self.pins} {self.ended or 'open'}>"

@@ -1,7 +1,7 @@
-"""The causal index: who is whose prefix, what is visible, what is held.
+"""The causal index: who is whose prefix, what is visible, what is held, and in which tiers it lies.
 
-A block is kept only together with its whole prefix. Holding a block (a lease, an open reservation) holds
-its ancestors with it: ``held`` counts the holds on the block itself and its children that are held, so one
+A block is kept only together with its whole prefix, be it in memory or on disk. Holding a block (a lease, an
+open reservation) holds its ancestors with it: ``held`` counts the holds on the block itself and its children that are held, so one
 step up the chain is enough as soon as an ancestor is held already.
 """
 
@@ -17,6 +17,7 @@ from hypercache.store.arena import Slab
 from hypercache.store.namespace import Namespace
 
 if TYPE_CHECKING:
+    from hypercache.store.below import Recall
     from hypercache.store.holds import Reservation
 
 PENDING: Final = 0  # being written
@@ -25,11 +26,14 @@ COMMITTED: Final = 2  # visible, and so are all its ancestors
 DOOMED: Final = 3  # invisible for ever; freed as soon as nothing holds it and no child is left
 FREED: Final = 4
 
+UNWRITTEN: Final = -1  # in L3
+WRITING: Final = -2  # on its way there, and held meanwhile
+
 
 class Tree:
     """The blocks of one namespace in one epoch. Clearing a namespace puts a new tree in its place."""
 
-    __slots__ = ("blocks", "busy", "committed", "factor", "live", "mask", "space", "windows")
+    __slots__ = ("blocks", "busy", "committed", "factor", "keeps", "live", "mask", "space", "warm", "windows")
 
     def __init__(self, space: Namespace) -> None:
         self.space = space
@@ -38,6 +42,8 @@ class Tree:
         self.mask = secrets.randbits(64)  # of the keys of fingerprints, and an odd factor
         self.factor = secrets.randbits(64) | 1
         self.committed = 0  # blocks, visible while live
+        self.warm = 0  # of those, the ones that lie in the arena
+        self.keeps = False  # whether its blocks can be written to L3
         self.busy = 0  # leases and open reservations
         self.live = True
 
@@ -70,10 +76,30 @@ class Tree:
         return found[::-1]
 
 
+class Dirty:
+    """A visible block that L3 does not have yet, while it waits for being written: an item of a queue."""
+
+    __slots__ = ("block", "queued")
+
+    def __init__(self, block: Block) -> None:
+        self.block = block
+        self.queued = 0
+
+    @property
+    def rank(self) -> float:
+        return self.block.rank
+
+    @property
+    def evictable(self) -> bool:
+        block = self.block
+        return block.state == COMMITTED and block.tree.live and block.record == UNWRITTEN
+
+
 class Block:
     """Node of the tree and owner of one slot, which it gets when its first bytes come: ``slot`` is -1 before,
-    and ``slab`` one that is nowhere. ``crcs[layer]`` is the checksum given at store (uint32); ``depth``
-    blocks stand before it in its prompt. ``fingerprint`` and ``modular`` (16 bytes) are its writer's mark, 0
+    and ``slab`` one that is nowhere. ``record`` is its place in L3 (see hckv_file.place), or UNWRITTEN or
+    WRITING; a visible block with a record and no slot is *cold*. ``crcs[layer]`` is the checksum of what lies
+    in its slot (uint32); ``depth`` blocks stand before it in its prompt. ``fingerprint`` and ``modular`` (16 bytes) are its writer's mark, 0
     and b"" without one; ``newer`` and ``older`` link it while the modular index has it."""
 
     __slots__ = (
@@ -82,6 +108,7 @@ class Block:
         "crcs",
         "depth",
         "digest",
+        "dirty",
         "fingerprint",
         "held",
         "loading",
@@ -109,9 +136,10 @@ class Block:
         self.tree = tree
         self.slab = nowhere
         self.slot = -1
-        self.record = -1  # its place in L3, once committed there: see hckv_file.place
+        self.record = UNWRITTEN
         self.warm = 0  # children that have slots
-        self.loading: object = None  # who fetches it from L3
+        self.dirty: Dirty | None = None  # while it waits for being written to L3
+        self.loading: Recall | None = None  # while its bytes come from L3: the slot is not to be read
         self.crcs = array("I", bytes(4 * tree.space.layers))
         self.writer: Reservation | None = None  # while PENDING
         self.state = PENDING
@@ -120,7 +148,7 @@ class Block:
         self.used = -math.inf
         self.uses = 0
         self.bias = 0.0
-        self.queued = False
+        self.queued = 0
         self.parent: Block | None = None
         self.child: Block | None = None  # the first; the others follow by ``next``
         self.next: Block | None = None
@@ -136,12 +164,25 @@ class Block:
         self.modular = mark[8:]
 
     @property
+    def marked(self) -> bytes:
+        """Its writer's mark, as given; b"" without one."""
+        return self.modular and self.fingerprint.to_bytes(8, "little") + self.modular
+
+    @property
     def placed(self) -> bool:
         return self.slot >= 0
 
     @property
+    def ready(self) -> bool:
+        """Its bytes can be read from its slot."""
+        return self.slot >= 0 and self.loading is None
+
+    @property
     def evictable(self) -> bool:
-        return self.state == COMMITTED and self.child is None and self.held == 0
+        """It may lose its slot, or if it has none, its place in the index. Suffixes go before prefixes."""
+        if self.state != COMMITTED or self.held:
+            return False
+        return self.warm == 0 if self.slot >= 0 else self.child is None
 
     @property
     def context(self) -> bytes:
@@ -164,6 +205,7 @@ def attach(block: Block, parent: Block | None) -> None:
     if parent is None:
         return
     block.depth = parent.depth + 1
+    parent.warm += block.slot >= 0
     block.next = parent.child
     if parent.child is not None:
         parent.child.previous = block
@@ -184,6 +226,7 @@ def detach(block: Block) -> None:
     if block.next is not None:
         block.next.previous = block.previous
     block.parent = block.next = block.previous = None
+    parent.warm -= block.slot >= 0
     if block.held:
         parent.held -= 1
 

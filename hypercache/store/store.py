@@ -1,4 +1,5 @@
-"""What a node keeps in RAM (tier L2): blocks of K/V, found by digest, never half written, never orphaned.
+"""What a node keeps: blocks of K/V in RAM (tier L2), found by digest, never half written, never orphaned; and
+the index of those that lie on disk (tier L3).
 
 A pure state machine: no clock (``now`` is monotonic seconds, given by the caller and never falling), no
 network, no threads. Writing has two phases: ``reserve`` gives the right to write, memory follows with the
@@ -11,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Sequence
 from itertools import repeat
+from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
@@ -22,12 +24,18 @@ from hypercache.store.index import COMMITTED, DOOMED, FREED, Block, Tree
 from hypercache.store.ledger import Ledger
 from hypercache.store.modular import MARK_NBYTES, Located, find
 from hypercache.store.namespace import Namespace, NamespaceInfo
-from hypercache.store.policy import Climbs, Lru, Policy
+from hypercache.store.pins import Pins
+from hypercache.store.policy import Climbs, Policy, get
 from hypercache.store.promises import Promises
 from hypercache.store.room import Room
 from hypercache.store.stats import StoreStats
 
-INDEX_SHARE = 32  # 1/32 of the capacity is kept for the index: enough for blocks of 32 KiB and more
+if TYPE_CHECKING:
+    from hypercache.store.below import Below
+
+INDEX_SHARE = 32  # 1/32 of the capacity is kept for the index: enough for blocks of 32 KiB and more ...
+BELOW_SHARE = 64  # ... and 1/64 of the disk's: for blocks of 68 KiB there and more, ...
+INDEX_MOST = 4  # ... as long as that is not more than a quarter of the capacity
 _SWEEP_STEPS = 1024  # cleared blocks freed per sweep, leases that expire: a few milliseconds
 _SWEEP_WRITERS = (
     512  # ended per sweep: stalled, or of owners that are gone; one in another's way goes at once
@@ -40,6 +48,8 @@ class BlockStore:
     """All blocks of one node, within ``capacity`` bytes for data and index together.
 
     lease_limit_s: no lease lasts longer. store_stall_s: a writer without progress for so long is replaced.
+    policy: who goes first; LRFU without one. pin_limit_s, pin_share: for how long, and how much of the arena
+    (0..1), clients may pin. disk: bytes of the L3 that the index is to describe too; 0: there is none.
     Raises ConfigError for values out of range, MemoryUnavailable when the system gives no memory.
     """
 
@@ -51,25 +61,40 @@ class BlockStore:
         lease_limit_s: float = 30.0,
         store_stall_s: float = 5.0,
         policy: Policy | None = None,
+        pin_limit_s: float = 3600.0,
+        pin_share: float = 0.25,
+        disk: int = 0,
     ) -> None:
         if type(capacity) is not int or not MIN_CAPACITY <= capacity <= MAX_CAPACITY:
             raise ConfigError(f"store capacity={capacity!r}: need {MIN_CAPACITY}..{MAX_CAPACITY} bytes")
         if type(max_namespaces) is not int or max_namespaces < 1:
             raise ConfigError(f"store max_namespaces={max_namespaces!r}: need an integer >= 1")
-        for name, value in (("lease_limit_s", lease_limit_s), ("store_stall_s", store_stall_s)):
+        seconds = {"lease_limit_s": lease_limit_s, "store_stall_s": store_stall_s, "pin_limit_s": pin_limit_s}
+        for name, value in seconds.items():
             if not 0 < value < math.inf:
                 raise ConfigError(f"store {name}={value!r}: need a finite number of seconds > 0")
+        if not 0 <= pin_share <= 1:
+            raise ConfigError(f"store pin_share={pin_share!r}: need a share, 0..1")
         self.capacity = capacity
         self.max_namespaces = max_namespaces
         self.lease_limit_s = lease_limit_s
         self.store_stall_s = store_stall_s
-        self._climbs = Climbs(policy or Lru())
-        self._arena: Arena[Block] = Arena(capacity - capacity // INDEX_SHARE, region_nbytes(capacity))
-        self._room = Room(self._arena, capacity - self._arena.nbytes)
+        policy = policy or get("lrfu")
+        self._policy = policy
+        self._climbs = Climbs(policy)
+        index = min(capacity // INDEX_SHARE + disk // BELOW_SHARE, capacity // INDEX_MOST)
+        self._arena: Arena[Block] = Arena(capacity - index, region_nbytes(capacity))
+        self._room = Room(self._arena, capacity - self._arena.nbytes, policy, tiers=disk > 0)
         self._trees = self._room.trees
         self._ledger = Ledger(self._room)
         self._promises = Promises(self._room, self._ledger, self._climbs, store_stall_s)
+        self._pins = Pins(self._room, pin_limit_s, int(self._arena.nbytes * pin_share))
         self._removed = 0
+        self.below: Below | None = None
+        if disk:
+            from hypercache.store.below import Below  # with it come codecs and a compiler
+
+            self.below = Below(self._room, policy, self._remove, self._plant)
 
     # -- namespaces
 
@@ -96,6 +121,7 @@ class BlockStore:
             self._room.uproot(idle)
             self._removed += self._room.clear(idle)[0]
         tree = Tree(space)
+        tree.keeps = self.below is not None and self.below.keeps(space.info)
         return tree if self._room.plant(tree) else None
 
     def _tree(self, ns: Namespace) -> Tree | None:
@@ -210,6 +236,8 @@ class BlockStore:
         """
         if block.state == FREED:
             raise HoldEnded(f"block {block.digest.hex()[:12]} is gone: its lease has ended; look it up again")
+        if not block.ready:
+            raise HyperCacheError(f"block {block.digest.hex()[:12]} lies in L3: recall the lease first")
         first, end = block.tree.space.span(layer)
         return self._arena.readonly(block.slab, block.slot, first, end)
 
@@ -217,6 +245,34 @@ class BlockStore:
         if any(chains):
             self._used_last(tree)
             self._climbs.use(chains, now)
+
+    # -- what clients know of the future
+
+    def hint(self, ns: Namespace, digests: Sequence[bytes], steps: int, priority: int, now: float) -> int:
+        """The stored run of ``digests`` will be used in so many steps (-1: nobody knows), and is so dear
+        (-3..3): the policy takes it into account until its next use. Returns the run's blocks."""
+        tree = self._tree(ns)
+        run = [] if tree is None else tree.run(digests)
+        self._policy.hint(run, steps, priority, now)
+        self._room.reorder(run)
+        return len(run)
+
+    def pin_run(
+        self, ns: Namespace, digests: Sequence[bytes], owner: Hashable, seconds: float, now: float
+    ) -> tuple[int, float]:
+        """Keep the stored run of ``digests`` for so many seconds, in whatever tier it is. Returns how many
+        blocks of it are kept, and for how long: see :class:`Pins` for the limits."""
+        if not seconds > 0:
+            raise ConfigError(f"pin seconds={seconds!r}: need a number > 0")
+        tree = self._tree(ns)
+        return (0, 0.0) if tree is None else self._pins.pin(tree.run(digests), owner, seconds, now)
+
+    def unpin_run(self, ns: Namespace, digests: Sequence[bytes], owner: Hashable) -> int:
+        """End the owner's pins of runs that end in one of these blocks. Returns how many there were."""
+        tree = self._tree(ns)
+        count = 0 if tree is None else self._pins.unpin(tree, digests, owner)
+        self._room.let_go(_LET_GO)
+        return count
 
     # -- writing
 
@@ -350,14 +406,15 @@ class BlockStore:
 
     # -- removal
 
-    def evict(self, ns: Namespace, digests: Sequence[bytes]) -> int:
+    def evict(self, ns: Namespace, digests: Sequence[bytes], recorded: list[bytes] | None = None) -> int:
         """Remove blocks and all that continue them; what is being written there is aborted.
 
         Returns how many were visible. Leased ones are invisible at once and freed after their last lease.
+        recorded: gets the digests of those that L3 has; they come back with a restart unless it is told.
         """
         tree = self._tree(ns)
         found = [] if tree is None else [block for d in digests if (block := tree.blocks.get(d)) is not None]
-        count = sum(self._remove(block, "evicted") for block in found if block.state < DOOMED)
+        count = sum(self._remove(block, "evicted", recorded) for block in found if block.state < DOOMED)
         self._removed += count
         return count
 
@@ -388,6 +445,7 @@ class BlockStore:
         """Housekeeping, several times a second: expired leases, stalled writers, some of what was cleared, of
         what was let go and of what those left behind who are gone. Each in steps: it takes milliseconds."""
         self._ledger.expire(now, _SWEEP_STEPS)
+        self._pins.sweep(now)
         self._room.let_go(_SWEEP_LET_GO)
         self._abort_left_behind(_SWEEP_WRITERS)
         for writer in self._ledger.stalled_since(now - self.store_stall_s, _SWEEP_WRITERS):
@@ -396,8 +454,8 @@ class BlockStore:
         self._climbs.go(_SWEEP_STEPS)
         self._room.reap(_SWEEP_STEPS)
 
-    def _remove(self, block: Block, why: str) -> int:
-        count, pending = self._room.doom(block)
+    def _remove(self, block: Block, why: str, recorded: list[bytes] | None = None) -> int:
+        count, pending = self._room.doom(block, recorded)
         for node in pending:
             writer, node.writer = node.writer, None
             if writer is not None:
@@ -412,18 +470,24 @@ class BlockStore:
             capacity=self.capacity,
             bytes_data=self._arena.nbytes,
             bytes_used=self._arena.used,
-            bytes_stored=room.visible_nbytes,
+            bytes_stored=room.warm_nbytes,
             bytes_held=room.held_nbytes(),
+            bytes_pinned=self._pins.nbytes,
+            bytes_pinned_limit=self._pins.limit_nbytes,
             bytes_index=room.index_used,
             bytes_index_limit=room.index_capacity,
             bytes_leases=ledger.lease_bytes,
             largest_free_run=self._arena.largest_free_run(),
             blocks=room.visible,
+            blocks_cold=room.visible - room.warm,
             blocks_hidden=room.blocks - room.visible,
+            index_per_block=round(room.index_used / room.blocks) if room.blocks else 0,
             namespaces=len(self._trees),
+            pins=len(self._pins),
             leases=ledger.leases_open,
             reservations=ledger.reservations_open,
             committed_total=ledger.committed,
+            cooled_total=room.cooled,
             evicted_total=room.evicted,
             removed_total=self._removed,
             aborted_total=ledger.aborted,

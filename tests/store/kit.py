@@ -10,9 +10,9 @@ from collections.abc import Iterable, Sequence
 
 from hypercache.errors import StoreFull
 from hypercache.store import Block, BlockStore, Lease, Namespace, NamespaceInfo, Reservation, Skip
-from hypercache.store.index import COMMITTED, COMPLETE, DOOMED, FREED, PENDING
+from hypercache.store.index import COMMITTED, COMPLETE, DOOMED, FREED, PENDING, UNWRITTEN
 from hypercache.store.modular import key
-from hypercache.store.room import index_nbytes, namespace_nbytes
+from hypercache.store.room import namespace_nbytes
 
 MIB = 1 << 20
 
@@ -92,6 +92,7 @@ def live_blocks(store: BlockStore) -> list[Block]:
         found |= dict.fromkeys(tree.blocks.values())
     for mine in store._ledger._owned.values():
         found |= dict.fromkeys(block for held in mine for block in held.held_blocks)
+    found |= dict.fromkeys(store._pins.blocks)
     found |= dict.fromkeys(store._room.ending)
     for block in list(found):
         while block.parent is not None:
@@ -100,15 +101,18 @@ def live_blocks(store: BlockStore) -> list[Block]:
     return list(found)
 
 
-def audit(store: BlockStore, pinned: Iterable[Lease | Reservation] = ()) -> None:
+def audit(
+    store: BlockStore, pinned: Iterable[Lease | Reservation] = (), moving: Iterable[Block] = ()
+) -> None:
     """Check every identity of the structure from scratch. Slow; looks inside on purpose. ``pinned``: what the
-    caller has pinned just now."""
+    caller has pinned just now; ``moving``: what it has been given to write to L3, or to read from there."""
+    moving = list(moving)
     pinned = set(pinned)
     room, arena, stats = store._room, store._arena, store.stats()
     blocks = live_blocks(store)
     assert len(set(map(id, blocks))) == len(blocks) == room.blocks
     assert stats.bytes_used == sum(b.slab.klass.nbytes for b in blocks if b.placed) <= stats.bytes_data
-    assert stats.bytes_index == sum(index_nbytes(b.tree.space.layers) for b in blocks) + sum(
+    assert stats.bytes_index == sum(room.charge(b.tree) for b in blocks) + sum(
         namespace_nbytes(tree.space.layers) for tree in store._trees.values()
     )
     assert all(tree.live and (tree.blocks or tree.busy) for tree in store._trees.values())
@@ -121,18 +125,28 @@ def audit(store: BlockStore, pinned: Iterable[Lease | Reservation] = ()) -> None
         assert slab.queued or slab.held
     visible = [b for b in blocks if b.state == COMMITTED and b.tree.live]
     assert stats.blocks == len(visible) == sum(tree.committed for tree in store._trees.values())
-    assert stats.bytes_stored == sum(b.tree.space.nbytes for b in visible) <= stats.bytes_used
+    warm = [b for b in visible if b.ready]
+    assert stats.bytes_stored == sum(b.tree.space.nbytes for b in warm) <= stats.bytes_used
+    assert stats.blocks_cold == len(visible) - len(warm)
+    assert stats.pins == len(store._pins.blocks)
+    assert stats.bytes_pinned <= stats.bytes_pinned_limit
+    if room.dirty is not None:
+        assert len(room.dirty) == sum(b.dirty is not None and b.dirty.queued > 0 for b in blocks)
     children = Counter(id(b.parent) for b in blocks)
     held_children = Counter(id(b.parent) for b in blocks if b.held)
     own = Counter(id(b) for mine in store._ledger._owned.values() for h in mine for b in h.held_blocks)
     ending = Counter(map(id, room.ending))
+    warm_children = Counter(id(b.parent) for b in blocks if b.placed)
+    busy = Counter(id(b) for b in moving)
+    pins = Counter(map(id, store._pins.blocks))
     assert room._nowhere.held == sum(not b.placed and b.held > 0 for b in blocks)
     for block in blocks:
         assert block.state != FREED
         if block.placed:
             assert block.slab.owners[block.slot] is block
         else:
-            assert block.state in (PENDING, DOOMED) and (block.slab is room._nowhere)
+            assert block.state in (PENDING, DOOMED) or block.record >= 0
+            assert block.slab is room._nowhere
         found = block.tree.blocks.get(block.digest) is block
         if block.tree.live:
             assert found == (block.state < DOOMED)
@@ -143,7 +157,12 @@ def audit(store: BlockStore, pinned: Iterable[Lease | Reservation] = ()) -> None
         assert linked == children[id(block)]
         # Holds: its held children's, its own, one while it waits, and ended ones that ``pinned`` keeps.
         kept = sum(b is block for h in pinned if not h.open for b in h.held_blocks)
-        kept += ending[id(block)]
+        kept += ending[id(block)] + busy[id(block)] + pins[id(block)]
+        assert block.warm == warm_children[id(block)]
+        if block.state == COMMITTED and block.tree.live and block.tree.keeps:
+            assert (block.dirty is not None) == (block.record == UNWRITTEN)
+        else:
+            assert block.dirty is None or not block.tree.live
         assert block.held == held_children[id(block)] + own[id(block)] + (block.state == COMPLETE) + kept
         assert (block.writer is not None) == (block.state == PENDING)
         if block.state == COMMITTED and block.evictable:
@@ -155,7 +174,7 @@ def audit(store: BlockStore, pinned: Iterable[Lease | Reservation] = ()) -> None
         if parent is not None:  # no orphans
             assert parent.state != FREED and parent.tree is block.tree
             if not store._climbs and block.state < DOOMED:
-                assert parent.rank >= math.floor(block.rank)
+                assert parent.used >= math.floor(block.used)
             if block.state == COMMITTED and block.tree.live:
                 assert parent.state == COMMITTED
             if parent.state == DOOMED:

@@ -1,0 +1,352 @@
+"""What L3 has of a store's blocks: which are to be written there, which are being read, which are forgotten.
+
+Pure, as the store is: it says what is to be moved, others move it and say how that went. Three things hold
+at any time. What is being moved is held. A block gets its record when that is committed, and never another
+block's bytes: whoever was evicted, cleared or replaced meanwhile is told apart by its state. And a prefix is
+written before what continues it, so that the disk holds whole prompts.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from itertools import islice
+
+from hypercache.errors import HyperCacheError
+from hypercache.store import hckv
+from hypercache.store.hckv import ALIGN
+from hypercache.store.hckv_file import Contents, number_of, place
+from hypercache.store.hckv_geometry import check_sizes
+from hypercache.store.holds import Lease
+from hypercache.store.index import COMMITTED, UNWRITTEN, WRITING, Block, Tree, attach, hold
+from hypercache.store.namespace import Namespace, NamespaceInfo
+from hypercache.store.policy import Policy
+from hypercache.store.room import NO_CRCS, Room
+
+Chunks = list[memoryview]  # each layer's, in its slot
+
+
+@dataclass(eq=False, slots=True)
+class Recall:
+    """Blocks whose bytes are coming from L3 into the slots that they have got."""
+
+    blocks: list[Block] = field(default_factory=list)
+    places: list[int] = field(default_factory=list)
+    chunks: list[Chunks] = field(default_factory=list)  # writable, for each block
+    nbytes: int = 0
+
+
+class Below:
+    """remove: hides a block and all behind it, and tells who was writing there."""
+
+    def __init__(
+        self,
+        room: Room,
+        policy: Policy,
+        remove: Callable[[Block, str], int],
+        plant: Callable[[Namespace], Tree | None],
+    ) -> None:
+        self._room = room
+        self._policy = policy
+        self._remove = remove
+        self._plant = plant
+        self._path: list[Block] = []  # ancestors of one that is written next, the first of them last
+        self._orphans: dict[
+            bytes, dict[bytes, list[Block]]
+        ] = {}  # adopted before their parents: by both names
+        self.writing = 0  # blocks
+        self.loading = 0
+        self.demoted_total = 0
+        self.promoted_total = 0
+        self.admitted_total = 0  # of those, the ones that rank as used
+        self.damaged_total = 0
+
+    @property
+    def dirty(self) -> int:
+        """Blocks that wait for being written."""
+        return 0 if self._room.dirty is None else len(self._room.dirty)
+
+    def keeps(self, info: NamespaceInfo) -> bool:
+        """Whether blocks of a namespace can be written to L3."""
+        try:
+            check_sizes(info)
+            hckv.block_nbytes(info)
+        except HyperCacheError:
+            return False
+        return True
+
+    # -- L2 -> L3
+
+    def demote(self, limit_nbytes: int) -> list[Block]:
+        """Blocks to be written next, in this order, about so many bytes of them: the coldest that L3 lacks,
+        each behind what L3 lacks of its prefix. They are held until :meth:`demoted` or :meth:`undone`."""
+        taken: list[Block] = []
+        nbytes = 0
+        dirty = self._room.dirty
+        while nbytes < limit_nbytes and dirty is not None:
+            if not self._path:
+                entry = dirty.coldest()
+                if entry is None:
+                    break
+                self._path = _unwritten(entry.block)
+            block = self._path.pop()
+            if block.state != COMMITTED or block.record != UNWRITTEN or not block.tree.live:
+                self._path = []
+                continue
+            self._room.clean(block)
+            block.record = WRITING
+            hold(block)
+            self.writing += 1
+            taken.append(block)
+            nbytes += block.tree.space.nbytes
+        return taken
+
+    def demoted(self, blocks: Sequence[Block], places: Sequence[int]) -> None:
+        """``blocks`` were written. A place of -1: it could not be, as its bytes in memory are not those that
+        were stored; it goes."""
+        for block, where in zip(blocks, places, strict=True):
+            self.writing -= 1
+            block.record = max(where, UNWRITTEN)
+            if block.state == COMMITTED and block.tree.live:
+                if where >= 0:
+                    self.demoted_total += 1
+                else:
+                    self.damaged_total += 1
+                    self._remove(block, "its bytes in memory are damaged")
+            self._room.drop_hold(block)
+
+    def undone(self, blocks: Sequence[Block]) -> None:
+        """``blocks`` were not written: they wait again."""
+        for block in blocks:
+            self.writing -= 1
+            block.record = UNWRITTEN
+            if block.state == COMMITTED and block.tree.live:
+                self._room.soil(block)
+            self._room.drop_hold(block)
+
+    # -- L3 -> L2
+
+    def recall(self, lease: Lease, limit_nbytes: int) -> tuple[list[Recall], list[Recall]]:
+        """What is to be read so that all of ``lease`` can be: in pieces of about so many bytes, and those that
+        others have begun. Takes slots; where there is none left, the lease will turn out shorter."""
+        fresh: list[Recall] = []
+        joined: dict[Recall, None] = {}
+        for block in lease.blocks:
+            if block.ready:
+                continue
+            if block.loading is not None:
+                joined[block.loading] = None
+                continue
+            if not self._room.place(block):
+                break
+            if not fresh or fresh[-1].nbytes >= limit_nbytes:
+                fresh.append(Recall())
+            recall = fresh[-1]
+            space, arena = block.tree.space, self._room.arena
+            spans = (space.span(layer) for layer in range(space.layers))
+            recall.blocks.append(block)
+            recall.places.append(block.record)
+            recall.chunks.append([arena.view(block.slab, block.slot, *span) for span in spans])
+            recall.nbytes += space.nbytes
+            block.loading = recall
+            hold(block)
+            self.loading += 1
+        return fresh, [recall for recall in joined if recall not in fresh]
+
+    def recalled(self, recall: Recall, results: Sequence[array[int] | None], now: float) -> None:
+        """``recall`` is over: each block's checksums, or None where L3 has it no more, or damaged."""
+        for block, was, crcs in zip(recall.blocks, recall.places, results, strict=True):
+            self.loading -= 1
+            if block.state != COMMITTED or not block.tree.live:
+                pass  # it stays unread: nobody can ask for it any more
+            elif crcs is not None:
+                block.crcs, block.loading = crcs, None
+                self._room.heat(block, 1)
+                self.promoted_total += 1
+                self.admitted_total += self._policy.admit(block, now)
+            elif block.record not in (was, UNWRITTEN):  # it was moved while it was read
+                block.loading = None
+                self._room.unplace(block)
+            else:
+                block.record = UNWRITTEN
+                self.damaged_total += 1
+                self._remove(block, "L3 has it no more")
+            self._room.drop_hold(block)
+        recall.chunks = []
+
+    # -- the directory's turn
+
+    def adopt(self, number: int, contents: Contents, now: float) -> Iterator[None]:
+        """What segment ``number`` holds, at start, in ascending order of numbers. Yields now and then."""
+        entries = contents.entries
+        spaces = [Namespace(info) if self.keeps(info) else None for info in contents.namespaces]
+        removed = iter(contents.removed())
+        columns = (
+            entries["kind"].tolist(),
+            entries["offset"].tolist(),
+            entries["namespace"].tolist(),
+            entries["count"].tolist(),
+            contents.names("digest"),
+            contents.names("parent"),
+            contents.names("mark"),
+        )
+        for step, (kind, offset, which, count, digest, parent, mark) in enumerate(zip(*columns, strict=True)):
+            if step % 1024 == 1023:
+                yield
+            if kind == hckv.Kind.CLEAR:
+                self._forget(digest, None)
+            elif kind == hckv.Kind.REMOVE:
+                self._forget(digest, set(islice(removed, count)))
+            elif (space := spaces[which]) is not None:
+                self._adopt(space, place(number, offset * ALIGN), digest, parent, mark, now)
+
+    def _adopt(
+        self, space: Namespace, where: int, digest: bytes, parent: bytes, mark: bytes, now: float
+    ) -> None:
+        tree = self._room.trees.get(space.info.digest)
+        if tree is not None and tree.space.info != space.info:
+            return
+        known = None if tree is None else tree.blocks.get(digest)
+        if known is not None:
+            known.record = where
+            return
+        if tree is None:
+            tree = self._plant(space)
+            if tree is None:
+                return
+        tree.busy += 1  # or it could go while others make room for it
+        before = tree.blocks.get(parent) if parent else None
+        if before is not None and before.state != COMMITTED:
+            before = None  # it waits itself
+        if before is not None:
+            hold(before)
+        block = self._room.claim(tree, digest, mark)
+        if block is not None:
+            block.record, block.crcs = where, NO_CRCS
+            tree.blocks[digest] = block
+            if before is not None or not parent:
+                self._commit(block, before, now)
+            else:
+                self._orphans.setdefault(tree.space.info.digest, {}).setdefault(parent, []).append(block)
+        if before is not None:
+            self._room.drop_hold(before)
+        tree.busy -= 1
+        if not tree.blocks and not tree.busy:
+            self._room.uproot(tree)
+
+    def _commit(self, block: Block, parent: Block | None, now: float) -> None:
+        """An adopted block becomes visible, and so does what waited for it."""
+        waiting = self._orphans.get(block.tree.space.info.digest, {})
+        ready: list[tuple[Block, Block | None]] = [(block, parent)]
+        for node, before in ready:
+            attach(node, before)
+            self._policy.use((node,), now)
+            self._room.reveal(node)
+            ready += [(child, node) for child in waiting.pop(node.digest, ())]
+
+    def adopted(self) -> int:
+        """All segments are read. What has no prefix is forgotten; returns how many these are."""
+        lost = [block for waiting in self._orphans.values() for some in waiting.values() for block in some]
+        for block in lost:
+            self._room.discard(block)
+        self._orphans = {}
+        return len(lost)
+
+    def _forget(self, namespace: bytes, digests: set[bytes] | None) -> None:
+        """A tombstone: those blocks are gone, or all of the namespace, and what continues them."""
+        tree = self._room.trees.get(namespace)
+        if tree is None:
+            return
+        waiting = self._orphans.pop(namespace, {}) if digests is None else self._orphans.get(namespace, {})
+        gone = set(waiting) if digests is None else set(digests)
+        for parent, some in list(waiting.items()):
+            waiting[parent] = [block for block in some if block.digest not in gone]
+            for block in some:
+                if block.digest in gone:
+                    self._room.discard(block)
+        todo = list(gone)
+        while todo:
+            for block in waiting.pop(todo.pop(), ()):
+                self._room.discard(block)
+                todo.append(block.digest)
+        for digest in list(tree.blocks) if digests is None else digests:
+            if (known := tree.blocks.get(digest)) is not None:
+                self._remove(known, "removed")
+
+    def survey(
+        self, number: int, contents: Contents, budget: int
+    ) -> Iterator[tuple[list[Block], list[Block]]]:
+        """Which blocks of the oldest segment, ``number``, are worth writing again, hottest first and up to
+        ``budget`` bytes, and which are not. Yields empty lists now and then, and last the result."""
+        found: list[tuple[bool, float, int, Block]] = []
+        trees = [self._room.trees.get(info.digest) for info in contents.namespaces]
+        entries = contents.entries
+        columns = (
+            entries["kind"].tolist(),
+            entries["offset"].tolist(),
+            entries["nbytes"].tolist(),
+            entries["namespace"].tolist(),
+            contents.names("digest"),
+        )
+        for step, (kind, offset, units, which, digest) in enumerate(zip(*columns, strict=True)):
+            if step % 1024 == 1023:
+                yield [], []
+            tree = trees[which] if kind == hckv.Kind.BLOCK else None
+            block = None if tree is None else tree.blocks.get(digest)
+            if (
+                block is not None
+                and block.state == COMMITTED
+                and block.record == place(number, offset * ALIGN)
+            ):
+                found.append((block.held > 0, block.rank, units * ALIGN, block))
+        found.sort(key=lambda entry: (entry[0], entry[1], -entry[3].depth), reverse=True)
+        keep: list[Block] = []
+        for _, _, nbytes, block in found:
+            if nbytes > budget:
+                break
+            budget -= nbytes
+            keep.append(block)
+        yield keep, [block for *_, block in found[len(keep) :]]
+
+    def lies_in(self, block: Block, number: int) -> bool:
+        """Whether ``block`` is still to be had, and its record is one of that segment's."""
+        return (
+            block.state == COMMITTED
+            and block.tree.live
+            and block.record >= 0
+            and number_of(block.record) == number
+        )
+
+    def moved(self, blocks: Sequence[Block], old: Sequence[int], new: Sequence[int]) -> None:
+        """Records of ``blocks`` lie at ``new`` now; -1: it was damaged."""
+        lost: list[Block] = []
+        for block, was, where in zip(blocks, old, new, strict=True):
+            if block.record == was:
+                if where >= 0:
+                    block.record = where
+                else:
+                    lost.append(block)
+        self.forget(lost)
+
+    def forget(self, blocks: Sequence[Block]) -> None:
+        """L3 has these no more. What is not in the arena is gone, with all behind it; the rest is to be
+        written again."""
+        for block in blocks:
+            if block.state != COMMITTED or not block.tree.live or block.record < 0:
+                continue
+            if block.placed:  # or is just coming: then it is read already, or will be found missing
+                block.record = UNWRITTEN
+                self._room.soil(block)
+            else:
+                self._room.evicted += self._remove(block, "L3 has no room for it")
+
+
+def _unwritten(block: Block) -> list[Block]:
+    """``block`` and what L3 lacks of its ancestors, deepest first."""
+    path: list[Block] = []
+    node: Block | None = block
+    while node is not None and node.record == UNWRITTEN:
+        path.append(node)
+        node = node.parent
+    return path
