@@ -108,8 +108,9 @@ class TenantKey:
 class Namespace:
     """A key space: all blocks whose bytes differ by their tokens alone.
 
-    digest: 32 bytes that commit to model fingerprint, block size, codec, tenant, salt, extra and
+    digest: 32 bytes that commit to model fingerprint, block size, codecs, tenant, salt, extra and
         HASH_VERSION. The other fields say, for messages, what went into it.
+    disk_codec: of the blocks on disk; "" where they lie there as they travel.
     """
 
     digest: bytes
@@ -118,6 +119,7 @@ class Namespace:
     fingerprint: bytes
     tenant_id: bytes
     label: str = field(default="", compare=False)
+    disk_codec: str = ""
 
     @classmethod
     def build(
@@ -129,15 +131,20 @@ class Namespace:
         tenant: TenantKey,
         salt: str | None = None,
         extra: Mapping[str, Value] | None = None,
+        disk_codec: str = "",
     ) -> Namespace:
         """The key space of ``spec`` for ``tenant``.
 
         salt: splits a tenant's key space, for example by end user; None and "" are no salt.
         extra: further things that K/V depend on; None and {} are one, and an entry of None is absent.
+        disk_codec: what blocks have been through when they come from disk; "": nothing but ``codec``.
         Raises SpecError for a block size or codec name that cannot be.
         """
-        if not _CODEC_NAME.fullmatch(codec):
-            raise SpecError(f"codec name {codec!r} must be lower-case letters, digits, '+', '_', '.' or '-'")
+        for name in (codec, disk_codec or codec):
+            if not _CODEC_NAME.fullmatch(name):
+                raise SpecError(
+                    f"codec name {name!r} must be lower-case letters, digits, '+', '_', '.' or '-'"
+                )
         fingerprint = spec.fingerprint()
         block_size = check_block_size(block_size)
         try:
@@ -150,10 +157,12 @@ class Namespace:
                 "salt": salt or None,
                 "extra": canonical(extra or {}),
             }
+            if disk_codec:
+                fields["disk_codec"] = disk_codec
             digest = commit("hypercache.namespace.v1", fields)
         except (TypeError, UnicodeEncodeError) as error:
             raise SpecError(f"namespace of {spec.name!r}: salt or extra cannot be hashed: {error}") from None
-        return cls(digest, block_size, codec, fingerprint, tenant.tenant_id, spec.name)
+        return cls(digest, block_size, codec, fingerprint, tenant.tenant_id, spec.name, disk_codec)
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ endian), checksums as one u32 a chunk.
     client                                   server
     HELLO  versions, tenant              ->
                                          <-  HELLO_OK  version, limits      (or ERROR, then goodbye)
-    OPEN   namespace, geometry           ->
+    OPEN   namespace, geometry, codecs   ->
                                          <-  OPENED  handle
     MATCH  digests                       ->
                                          <-  MATCHED  blocks
@@ -34,7 +34,8 @@ from typing import TypeVar
 
 import msgspec
 
-from hypercache.errors import ProtocolError
+from hypercache.errors import ProtocolError, SpecError
+from hypercache.model import KVDtype, KVLayout, Part
 
 VERSION = 1
 DIGEST_BYTES = 16
@@ -49,6 +50,8 @@ MAX_CHAINS = 1 << 12  # a FETCH: more runs than one LOCATE finds
 MAX_TOKENS = 1 << 31  # no prompt is longer: what a position may be
 MAX_STORE_BLOCKS = 1024  # a STORE: reserving takes about 10 us a block, and nobody else is served meanwhile
 MAX_LAYERS = 1024
+MAX_LAYOUTS = 512  # different ones; models have one to three, searched ones a few dozen
+MAX_DIM = 1 << 20  # heads of a layer, elements of a head: that their product stays a small number
 MAX_CHUNK_BYTES = 64 << 20
 MAX_FRAME_CHUNKS = 512
 MAX_FRAME_BYTES = (
@@ -126,14 +129,31 @@ class HelloOk(Message):
     max_payload: int
 
 
+class Layout(Message):
+    """A :class:`hypercache.model.KVLayout`. ``dims``: of its parts, whose names follow from the kind."""
+
+    kind: str
+    heads: int
+    dims: tuple[int, ...]
+    dtype: str
+
+
 class Open(Message):
-    """``chunk_nbytes``: encoded bytes of one layer chunk, per layer. ``label`` is for people."""
+    """``chunk_nbytes``: encoded bytes of one layer chunk, per layer. ``label`` is for people.
+
+    layouts: how K/V lie in the chunks, each different one once; none: nobody but the client needs to know.
+    layer_layouts: which of them each layer has. below: the codec that blocks have on disk; "" keeps them as
+    they came, and any other needs layouts.
+    """
 
     digest: bytes
     block_size: int
     codec: str
     chunk_nbytes: tuple[int, ...]
     label: str
+    layouts: tuple[Layout, ...] = ()
+    layer_layouts: tuple[int, ...] = ()
+    below: str = ""
 
 
 class Opened(Message):
@@ -312,7 +332,7 @@ BODIES: dict[Op, type[Message]] = {
 #: What a client may send, and the largest body each can have. Checked before anything is decoded.
 REQUESTS: dict[int, int] = {
     Op.HELLO: 4 << 10,
-    Op.OPEN: 16 << 10,
+    Op.OPEN: 48 << 10,
     Op.MATCH: MAX_BLOCKS * DIGEST_BYTES + 64,
     Op.LOCATE: MAX_BLOCKS * DIGEST_BYTES + MAX_PROBES * FINGERPRINT_BYTES + 64,
     Op.FETCH: MAX_BLOCKS * DIGEST_BYTES + MAX_CHAINS * (DIGEST_BYTES + 8) + 64,
@@ -338,6 +358,7 @@ ANSWERS: dict[int, int] = {
     Op.REMOVED: 64,
     Op.ERROR: 16 << 10,
 }
+_PARTS = {"split": ("k", "v"), "mla": ("latent", "rope")}
 _TYPES = {body: op for op, body in BODIES.items()}
 _DECODERS: dict[int, msgspec.msgpack.Decoder[Message]] = {
     int(op): msgspec.msgpack.Decoder(body) for op, body in BODIES.items()
@@ -393,6 +414,47 @@ def count_probes(locate: Locate) -> int:
             f"runs 1..{MAX_BLOCKS} blocks"
         )
     return probes
+
+
+def tell_layouts(layouts: Sequence[KVLayout]) -> tuple[tuple[Layout, ...], tuple[int, ...]]:
+    """``layouts`` and ``layer_layouts`` of an OPEN. layouts: of each layer."""
+    numbers = {layout: number for number, layout in enumerate(dict.fromkeys(layouts))}
+    told = [
+        Layout(layout.kind, layout.heads, tuple(part.dim for part in layout.parts), layout.dtype.value)
+        for layout in numbers
+    ]
+    return tuple(told), tuple(numbers[layout] for layout in layouts)
+
+
+def read_layouts(message: Open) -> tuple[KVLayout, ...]:
+    """The layout of each layer, as an OPEN tells it; none if it tells none. Raises SpecError."""
+    if not message.layouts and not message.layer_layouts:
+        return ()
+    if len(message.layouts) > MAX_LAYOUTS:
+        raise SpecError(f"{len(message.layouts)} layouts, at most {MAX_LAYOUTS} different ones can be kept")
+    if len(message.layer_layouts) != len(message.chunk_nbytes):
+        raise SpecError(
+            f"{len(message.layer_layouts)} layers have a layout, {len(message.chunk_nbytes)} have chunks"
+        )
+    layouts = [_read_layout(layout) for layout in message.layouts]
+    for layer, number in enumerate(message.layer_layouts):
+        if not 0 <= number < len(layouts):
+            raise SpecError(f"layer {layer} has layout {number}, there are {len(layouts)}")
+    return tuple(layouts[number] for number in message.layer_layouts)
+
+
+def _read_layout(layout: Layout) -> KVLayout:
+    names = _PARTS.get(layout.kind, ())
+    if len(layout.dims) != len(names) or not all(0 < n <= MAX_DIM for n in (layout.heads, *layout.dims)):
+        raise SpecError(
+            f"layout {layout.kind[:32]!r} of {layout.heads} heads with {len(layout.dims)} parts: known are "
+            f"{', '.join(_PARTS)} with two, and 1..{MAX_DIM} heads and elements of a part"
+        )
+    parts = tuple(Part(name, dim) for name, dim in zip(names, layout.dims, strict=True))
+    try:
+        return KVLayout(layout.kind, layout.heads, parts, KVDtype(layout.dtype))
+    except ValueError:
+        raise SpecError(f"K/V of dtype {layout.dtype[:32]!r} are unknown here") from None
 
 
 def check_chains(fetch: Fetch) -> None:

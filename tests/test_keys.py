@@ -483,6 +483,16 @@ def test_a08_dtypes_part_namespaces() -> None:
     assert len(seen) == len(KVDtype) * 3
 
 
+def test_codecs_on_disk_part_namespaces() -> None:
+    """Blocks that went through another codec are other bytes, whatever they travel as."""
+    names = [{"codec": "int8"}, {"codec": "int8", "disk_codec": "int4"}, {"codec": "int4"}]
+    names += [{"codec": "int8", "disk_codec": "fp8"}, {"codec": "int4", "disk_codec": "int8"}]
+    assert len({namespace(**name).digest for name in names}) == len(names)
+    assert namespace(disk_codec="").digest == namespace().digest
+    with pytest.raises(SpecError, match="codec name 'In t4' must be lower-case"):
+        namespace(disk_codec="In t4")
+
+
 def test_b02_absent_extras_are_one() -> None:
     absent = namespace().digest
     empty: Any

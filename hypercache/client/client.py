@@ -19,7 +19,7 @@ from typing import Any
 
 from hypercache import codecs, fingerprint, protocol, rope
 from hypercache.checks import typed
-from hypercache.client import environment
+from hypercache.client import disk, environment
 from hypercache.client.buffers import Coder
 from hypercache.client.finding import Finder, Reuse
 from hypercache.client.handles import Saving, Transfer
@@ -52,6 +52,7 @@ async def connect(
     salt: str | None = None,
     modular: bool = True,
     deadline: float = DEADLINE_S,
+    disk_codec: str | None = None,
 ) -> Client:
     """Connect an engine to a cache.
 
@@ -63,6 +64,9 @@ async def connect(
     modular: whether what this client stores can be found out of its context, and whether it may look for such
         blocks itself; a match does so only where it is asked to. See :attr:`Client.modular_refusal`.
     deadline: seconds that a call may take unless it says otherwise.
+    disk_codec: how blocks are kept on the server's disk, if it has one: "raw" as they travel, with nothing
+        more lost; "int4", "int8" or "fp8" in that codec. Default HYPERCACHE_DISK_CODEC, else "int4" for what
+        travels as "int8" or "fp8", and "raw" for all else. Who chooses differently shares no blocks.
 
     A server that cannot be reached is not an error: calls miss (``client.state`` and each result's reason
     say so) until it can. Raises SpecError or ConfigError for arguments that make no sense, and Refused or
@@ -78,6 +82,7 @@ async def connect(
         salt=salt,
         modular=modular,
         deadline=deadline,
+        disk_codec=disk_codec if disk_codec is not None else os.environ.get("HYPERCACHE_DISK_CODEC") or None,
     )
     try:
         await client._start()
@@ -105,6 +110,7 @@ class Client:
         salt: str | None,
         modular: bool,
         deadline: float,
+        disk_codec: str | None,
     ) -> None:
         for name, value, kind in (
             ("model", model, ModelSpec),
@@ -118,7 +124,10 @@ class Client:
         self.model = model
         self.block_size = block_size
         self.codec = codecs.get(codec)
-        self.namespace = Namespace.build(model, block_size=block_size, codec=codec, tenant=tenant, salt=salt)
+        below = disk.disk_codec(disk_codec, self.codec, model)
+        self.namespace = Namespace.build(
+            model, block_size=block_size, codec=codec, tenant=tenant, salt=salt, disk_codec=below
+        )
         self.modular_refusal = rope.refusal(model) or ("" if modular else SWITCHED_OFF)
         self.reuse = Reuse()
         self._hasher = Hasher(self.namespace, tenant)
@@ -126,7 +135,8 @@ class Client:
         self._place = Place()
         self._coder = Coder(self.codec, model, block_size, FRAME_BYTES)
         self.chunk_nbytes = self._coder.chunk_nbytes
-        self._label = _label(model, codec, block_size, salt)
+        self._label = _label(model, self.namespace, salt)
+        layouts, layer_layouts = protocol.tell_layouts(self._coder.layouts)
         self._link = Link(
             uri,
             protocol.Hello(
@@ -138,7 +148,16 @@ class Client:
                 tenant.name,
                 tenant.tenant_id,
             ),
-            protocol.Open(self.namespace.digest, block_size, codec, self.chunk_nbytes, self._label),
+            protocol.Open(
+                self.namespace.digest,
+                block_size,
+                codec,
+                self.chunk_nbytes,
+                self._label,
+                layouts,
+                layer_layouts,
+                below,
+            ),
         )
         self._mover = Mover(self._place, self._link, self._coder, self._hasher, model, self.reuse)
 
@@ -439,11 +458,13 @@ def _seconds(deadline: float) -> float:
     return deadline
 
 
-def _label(model: ModelSpec, codec: str, block_size: int, salt: str | None) -> str:
+def _label(model: ModelSpec, namespace: Namespace, salt: str | None) -> str:
     """A namespace in words, for people: what differs most often between those who wonder why nothing hits."""
     dtype = model.groups[0].layout.dtype.value
-    parts = [model.name or "model", f"weights={model.weights.hex()[:8]}", f"codec={codec}"]
-    parts += [f"block={block_size}", f"dtype={dtype}"]
+    parts = [model.name or "model", f"weights={model.weights.hex()[:8]}", f"codec={namespace.codec}"]
+    if namespace.disk_codec:
+        parts.append(f"disk={namespace.disk_codec}")
+    parts += [f"block={namespace.block_size}", f"dtype={dtype}"]
     if model.tp_size > 1:
         parts.append(f"rank={model.tp_rank}/{model.tp_size}")
     if model.adapter is not None:

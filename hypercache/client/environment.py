@@ -1,4 +1,4 @@
-"""What a client takes from its environment: the tenant it is, and a guard against mistyped names."""
+"""What a client takes from its environment: tenant, codec on disk; and a guard against mistyped names."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from hypercache.errors import ConfigError
 from hypercache.keys import TenantKey
 
-VARIABLES = ("HYPERCACHE_URI", "HYPERCACHE_TENANT", "HYPERCACHE_SECRET_FILE")
+VARIABLES = ("HYPERCACHE_URI", "HYPERCACHE_TENANT", "HYPERCACHE_SECRET_FILE", "HYPERCACHE_DISK_CODEC")
 _log = logging.getLogger("hypercache.client")
 
 

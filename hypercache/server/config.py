@@ -37,6 +37,7 @@ OTHER_VARIABLES = {
     "HYPERCACHE_URI": "what the client connects to",
     "HYPERCACHE_TENANT": "the client's tenant",
     "HYPERCACHE_SECRET_FILE": "file with the client's tenant secret",
+    "HYPERCACHE_DISK_CODEC": "the client's codec for blocks on the server's disk: connect's disk_codec",
 }
 
 # What Kubernetes puts into every pod for a Service named hypercache or hypercache-NAME: nobody's settings.

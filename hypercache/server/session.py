@@ -258,10 +258,9 @@ class Session:
         )
 
     def _open(self, channel: Channel, request_id: int, message: protocol.Open) -> None:
-        if message.codec not in protocol.CODECS:
-            raise _Refusal(
-                ErrorCode.CODEC, f"codec {message.codec[:32]!r} is unknown; known: {protocol.CODECS}"
-            )
+        for codec in (message.codec, message.below or message.codec):
+            if codec not in protocol.CODECS:
+                raise _Refusal(ErrorCode.CODEC, f"codec {codec[:32]!r} is unknown; known: {protocol.CODECS}")
         if message.block_size not in BLOCK_SIZES:
             allowed = " or ".join(map(str, BLOCK_SIZES))
             raise _Refusal(ErrorCode.SPEC, f"block size {message.block_size} is not {allowed} tokens")
@@ -288,6 +287,8 @@ class Session:
                 block_size=message.block_size,
                 codec=message.codec,
                 label=message.label,
+                layouts=protocol.read_layouts(message),
+                below=message.below,
             )
         )
         self.context.open_layers += len(chunks)

@@ -65,6 +65,7 @@ class Peer:
 
 HELLO = protocol.Hello(1, 1, "by hand", HASH_VERSION, ("crc32",), "public", TenantKey.public().tenant_id)
 OPEN = protocol.Open(b"n" * 32, 16, "raw", SIZES, "by hand")
+LAYOUT = protocol.Layout("split", 1, (2, 1), "fp8_e4m3")
 
 
 async def meet(node: Node, *, greet: bool = True) -> Peer:
@@ -190,9 +191,7 @@ async def test_a_peer_that_hangs_up_by_a_violation_stops_no_housekeeping() -> No
         kv = fill(KVBuffers.allocate(spec, len(tokens)), 1)
         assert (await client.store(tokens, kv)).stored == 40
         peer = await meet(node)
-        peer.send(
-            protocol.Open(client.namespace.digest, 16, "raw", client.chunk_nbytes, "slow"), request_id=2
-        )
+        peer.send(client._link._opening, request_id=2)
         assert (await peer.answer()).handle == 1
         digests = protocol.join_digests(client.prompt(tokens).digests)
         peer.channel._loop.remove_reader(peer.channel._sock)  # type: ignore[attr-defined]
@@ -302,6 +301,27 @@ REFUSED: dict[str, tuple[str, protocol.Message]] = {
     "too many layers": ("spec", protocol.Open(b"m" * 32, 16, "raw", (8,) * 5000, "")),
     "empty chunk": ("too_large", protocol.Open(b"m" * 32, 16, "raw", (8, 0), "")),
     "huge chunk": ("too_large", protocol.Open(b"m" * 32, 16, "raw", (1 << 50,), "")),
+    "codec on disk": ("codec", protocol.Open(b"m" * 32, 16, "raw", SIZES, "", below="zip")),
+    "codec on disk without layouts": ("spec", protocol.Open(b"m" * 32, 16, "raw", SIZES, "", below="int4")),
+    **{
+        f"layouts: {what}": ("spec", protocol.Open(b"m" * 32, 16, "raw", SIZES, "", layouts, layers, "int4"))
+        for what, layouts, layers in (
+            ("fewer than layers", (LAYOUT,), (0,)),
+            ("of no layer", (LAYOUT,), ()),
+            ("none for a layer", (), (0, 0)),
+            ("unknown number", (LAYOUT,), (0, 1)),
+            ("negative number", (LAYOUT,), (0, -1)),
+            ("too many", (LAYOUT,) * 513, (0, 0)),
+            ("unknown kind", (protocol.Layout("ring", 1, (8, 8), "bf16"),), (0, 0)),
+            ("unknown dtype", (protocol.Layout("split", 1, (8, 8), "fp4"),), (0, 0)),
+            ("no heads", (protocol.Layout("split", 0, (8, 8), "bf16"),), (0, 0)),
+            ("negative dim", (protocol.Layout("split", 1, (8, -8), "bf16"),), (0, 0)),
+            ("huge dim", (protocol.Layout("split", 1, (8, 1 << 63), "bf16"),), (0, 0)),
+            ("one part", (protocol.Layout("split", 1, (8,), "bf16"),), (0, 0)),
+            ("many parts", (protocol.Layout("split", 1, (8,) * 9000, "bf16"),), (0, 0)),
+            ("latent heads", (protocol.Layout("mla", 2, (8, 8), "bf16"),), (0, 0)),
+        )
+    },
 }
 
 
@@ -336,6 +356,8 @@ async def test_other_geometry_than_what_is_stored_is_refused(node: Node) -> None
         protocol.Open(b"n" * 32, 16, "raw", (96, 65), ""),
         protocol.Open(b"n" * 32, 64, "raw", SIZES, ""),
         protocol.Open(b"n" * 32, 16, "int8", SIZES, ""),
+        protocol.Open(b"n" * 32, 16, "raw", SIZES, "", (LAYOUT,), (0, 0)),
+        protocol.Open(b"n" * 32, 16, "raw", SIZES, "", (LAYOUT,), (0, 0), "int4"),
     ):
         peer.send(other)
         assert (await peer.answer()).code == "spec"

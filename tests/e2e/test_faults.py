@@ -487,7 +487,7 @@ async def test_slow_readers_cost_the_server_no_memory() -> None:
 
         digests = protocol.join_digests(client.prompt(tokens).digests[:64])
         hello = protocol.Hello(1, 1, "slow", 1, ("crc32",), "public", TenantKey.public().tenant_id)
-        opening = protocol.Open(client.namespace.digest, 16, "raw", client.chunk_nbytes, "slow")
+        opening = client._link._opening
         from fabrics.framing import encode_head
 
         socks = []

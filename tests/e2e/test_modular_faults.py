@@ -342,7 +342,7 @@ async def test_what_a_hostile_client_can_find(connect: Connect, node: Any) -> No
     doc = tokens_of(1, 160)
     await stored(client, doc)
     peer = await meet(node)
-    peer.send(protocol.Open(client.namespace.digest, 16, "raw", client.chunk_nbytes, "hand"), request_id=2)
+    peer.send(client._link._opening, request_id=2)
     assert (await peer.answer()).handle == 1
     probes = fingerprints(client.namespace, TenantKey.public(), doc).astype("<u8").tobytes()
     for handle, blocks in ((0, 0), (1, 10)):
@@ -385,9 +385,7 @@ async def test_no_digest_is_told_to_who_only_names_fingerprints(
     for tokens in (doc, prompt_of(system, doc), prompt_of(3, system, doc, doc)):
         await stored(client, tokens)
     peer = await meet(node)
-    peer.send(
-        protocol.Open(client.namespace.digest, block_size, "raw", client.chunk_nbytes, "x"), request_id=2
-    )
+    peer.send(client._link._opening, request_id=2)
     handle = (await peer.answer()).handle
     secret = {*client.prompt(doc).digests, *client.prompt(prompt_of(system, doc)).digests}
     secret |= set(client.prompt(prompt_of(3, system, doc, doc)).digests)
