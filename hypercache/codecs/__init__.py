@@ -13,6 +13,7 @@ from hypercache.codecs.fp8 import Fp8Codec
 from hypercache.codecs.int4 import Int4Codec, Int4PlainCodec
 from hypercache.codecs.int8 import Int8Codec
 from hypercache.codecs.raw import RawCodec
+from hypercache.codecs.recode import recode, warm_recode
 from hypercache.errors import ConfigError
 from hypercache.model import KVLayout
 from hypercache.rope import Turn, rotated_part
@@ -57,4 +58,4 @@ def warm(codec: Codec, layouts: Iterable[KVLayout]) -> None:
                 codec.decode(layout, chunk, parts, Turn(none, none, rotary_dim, False))
 
 
-__all__ = ["Codec", "get", "names", "warm"]
+__all__ = ["Codec", "get", "names", "recode", "warm", "warm_recode"]

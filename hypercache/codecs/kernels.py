@@ -461,7 +461,7 @@ def _get_int4(codes: int, row: int, dim: int) -> None:
 
 # ---------------------------------------------------------------------------------------- runs of blocks
 
-INT8, FP8, INT4 = 0, 1, 2  # ``code``
+INT8, FP8, INT4, RAW = 0, 1, 2, 3  # ``code``; the last has no scales and is for _make_recode alone
 
 
 def _make_encode(fixed: int) -> Any:
@@ -568,6 +568,124 @@ def _make_decode(fixed: int) -> Any:
     return _kernel(decode_rows)
 
 
+@_inline
+def _code_nbytes(code: int, kind: int, dim: int) -> Any:
+    """Bytes of a row's codes."""
+    if code == INT4:
+        return (dim + 1) // 2
+    if code == RAW:
+        return dim * (4 if kind == FP32 else 2)
+    return dim
+
+
+@_inline
+def _round(row: int, memory: int, kind: int, dim: int) -> None:
+    """Round a float32 row as :func:`_narrow` does, by way of ``memory`` for a row of ``kind``."""
+    if kind == BF16:
+        bits = carray(_ptr(row), (dim,), np.uint32)
+        for d in range(dim):
+            b = bits[d]
+            bits[d] = _U32(b + _U32(0x7FFF) + ((b >> _U32(16)) & _U32(1))) & _U32(0xFFFF0000)
+    elif kind == FP16:
+        _narrow(row, memory, kind, dim)
+        _widen(memory, kind, row, dim)
+
+
+@_inline
+def _load(
+    codes: int, code: int, scale: Any, norm: Any, block: int, nibbles: int, kind: int, row: int, dim: int
+) -> None:
+    """A row of codes -> float32."""
+    if code == RAW:
+        _widen(codes, kind, row, dim)
+    elif code == INT8:
+        _get_int8(codes, scale, row, dim)
+    elif code == FP8:
+        _get_fp8(codes, scale, row, dim)
+    else:
+        _get_int4(codes, nibbles, dim)
+        _get_int8(nibbles, scale * norm, row, dim)
+        if block > 1:
+            _rotate_f32(row, dim, block)
+
+
+def _make_recode(fixed: int) -> Any:
+    def recode_rows(how: Ints, shape: Ints, source: Ints, target: Ints) -> int:
+        """From one code to another in one pass: what ``decode_rows`` to elements of ``kind`` and
+        ``encode_rows`` from there give, bit for bit.
+
+        how: code and size of the Walsh-Hadamard blocks of the source, both of the target, kind.
+        shape: heads, blocks, tokens per block, dim.
+        source, target: address of the part's first scale, stride of blocks, stride of heads.
+        Returns what ``decode_rows`` does.
+        """
+        code, block, to_code, to_block, kind = how
+        heads, blocks, tokens, dim = shape
+        source_at, source_block, source_head = source
+        target_at, target_block, target_head = target
+        if fixed:
+            dim = fixed
+        nbytes, to_nbytes = _code_nbytes(code, kind, dim), _code_nbytes(to_code, kind, dim)
+        norm, to_norm = _F32(1.0 / np.sqrt(block)), _F32(1.0 / np.sqrt(to_block))
+        top_code = _F32(127.0) if to_code == INT8 else (_F32(448.0) if to_code == FP8 else _F32(7.0))
+        limit = top_code * _FP16_MAX
+        memory = np.empty(4 * tokens * (dim + 2) + 9 * dim + 63, np.uint8)
+        scratch = _aligned(memory.ctypes.data)
+        kept = scratch + 4 * tokens * dim  # a row as the engine has it
+        tops = carray(_ptr(kept + 4 * dim), (tokens,), np.uint32)
+        inverses = carray(_ptr(kept + 4 * dim + 4 * tokens), (tokens,), np.float32)
+        nibbles = kept + 4 * dim + 8 * tokens
+        for h in range(heads):
+            for b in range(blocks):
+                scales = source_at + b * source_block + h * source_head
+                to_scales = target_at + b * target_block + h * target_head
+                for t in range(tokens):
+                    row, codes = scratch + 4 * dim * t, scales + t * nbytes
+                    scale = _F32(0.0)
+                    if code != RAW:
+                        codes += 2 * tokens
+                        stored = _get_scale(scales + 2 * t)
+                        if stored >= _U32(0x7C00) or (stored == _U32(0) and not _all_zero(codes, nbytes)):
+                            return (h * blocks + b) * tokens + t
+                        scale = _scale_value(stored)
+                    _load(codes, code, scale, norm, block, nibbles, kind, row, dim)
+                    if to_code == RAW:
+                        _narrow(row, to_scales + t * to_nbytes, kind, dim)
+                        continue
+                    if code != RAW:
+                        _round(row, kept, kind, dim)
+                    if to_block > 1:
+                        _rotate_f32(row, dim, to_block)
+                    tops[t] = _amax(row, dim)
+                    if tops[t] > _u32(limit):
+                        if code != RAW:
+                            _load(codes, code, scale, norm, block, nibbles, kind, row, dim)
+                            _narrow(row, kept, kind, dim)
+                            codes = kept
+                        tops[t] = _tame(codes, kind, row, dim, to_block, limit, to_code == FP8)
+                if to_code == RAW:
+                    continue
+                for t in range(tokens):
+                    top = _f32(tops[t]) * to_norm / top_code
+                    stored = _scale_bits(top) if tops[t] > _U32(0) else _U32(0)
+                    _put_scale(to_scales + 2 * t, stored)
+                    inverses[t] = to_norm / _scale_value(stored) if stored > _U32(0) else _F32(0.0)
+                for t in range(tokens):
+                    row, codes = scratch + 4 * dim * t, to_scales + 2 * tokens + t * to_nbytes
+                    if to_code == INT8:
+                        _put_int8(row, inverses[t], codes, dim)
+                    elif to_code == FP8:
+                        _put_fp8(row, inverses[t], codes, dim)
+                    else:
+                        _put_int4(row, inverses[t], codes, dim)
+                    if tops[t] == _U32(0):  # E4M3 has a -0
+                        _clear(codes, to_nbytes)
+        memory[0] = 0  # numba frees an array after its last use
+        return -1
+
+    return _kernel(recode_rows)
+
+
 @_kernel
 def copy_rows(shape: Ints, source: Ints, target: Ints) -> None:
     """Copy ``shape`` = (heads, blocks, tokens, bytes of a row) between two places.
@@ -628,6 +746,7 @@ FIXED = (64, 128)
 _ENCODE = {dim: _make_encode(dim) for dim in (0, *FIXED)}
 _DECODE = {dim: _make_decode(dim) for dim in (0, *FIXED)}
 _TURN = {dim: _make_turn(dim) for dim in (0, *FIXED)}
+_RECODE = {dim: _make_recode(dim) for dim in (0, *FIXED)}
 
 
 def encoder(dim: int) -> Any:
@@ -643,3 +762,8 @@ def decoder(dim: int) -> Any:
 def turner(rotary_dim: int) -> Any:
     """The ``turn_rows`` to use where the first ``rotary_dim`` elements of a row are rotated."""
     return _TURN[rotary_dim if rotary_dim in FIXED else 0]
+
+
+def recoder(dim: int) -> Any:
+    """The ``recode_rows`` to use for rows of ``dim`` elements."""
+    return _RECODE[dim if dim in FIXED else 0]

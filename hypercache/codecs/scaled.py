@@ -36,10 +36,10 @@ from hypercache.codecs.base import (
     check_writable,
     place_turn,
 )
-from hypercache.model import KVDtype, KVLayout
+from hypercache.model import KVDtype, KVLayout, Part
 from hypercache.rope import Turn
 
-_SCALE = 2  # bytes
+SCALE = 2  # bytes
 
 
 class ScaledCodec(Codec):
@@ -60,7 +60,7 @@ class ScaledCodec(Codec):
         return dtype in KINDS
 
     def chunk_nbytes(self, layout: KVLayout, tokens: int) -> int:
-        return layout.heads * tokens * sum(_SCALE + self.row_nbytes(part.dim) for part in layout.parts)
+        return layout.heads * tokens * sum(SCALE + self.row_nbytes(part.dim) for part in layout.parts)
 
     def encode(self, layout: KVLayout, parts: Parts, out: Bytes2D) -> None:
         blocks, tokens = check_shapes(self, layout, parts, out)
@@ -74,7 +74,7 @@ class ScaledCodec(Codec):
                 (array.ctypes.data, array.strides[0], array.strides[1]),
                 (start + offset, out.strides[0], head_nbytes),
             )
-            offset += tokens * (_SCALE + self.row_nbytes(part.dim))
+            offset += tokens * (SCALE + self.row_nbytes(part.dim))
 
     def decode(self, layout: KVLayout, data: Bytes2D, parts: Parts, turn: Turn | None = None) -> None:
         blocks, tokens = check_shapes(self, layout, parts, data)
@@ -92,15 +92,23 @@ class ScaledCodec(Codec):
                 turned,
             )
             if bad >= 0:
-                head, block, token = bad // (blocks * tokens), bad // tokens % blocks, bad % tokens
-                at = head * head_nbytes + offset + _SCALE * token
-                found = _describe(data[block, at : at + _SCALE].tobytes())
-                raise CodecError(
-                    f"codec {self.name!r}: block {block}, head {head}, part {part.name!r}, token {token} has "
-                    f"{found} (byte {at} of the chunk), which no "
-                    f"encoder writes; the chunk is damaged or of another codec or layout: treat it as a miss"
-                )
-            offset += tokens * (_SCALE + self.row_nbytes(part.dim))
+                raise self.bad_scale(layout, data, tokens, part, offset, bad)
+            offset += tokens * (SCALE + self.row_nbytes(part.dim))
+
+    def bad_scale(
+        self, layout: KVLayout, data: Bytes2D, tokens: int, part: Part, offset: int, bad: int
+    ) -> CodecError:
+        """What is wrong with row ``bad``, as the kernels count them, of ``part``, which begins at ``offset``
+        of a head."""
+        blocks = data.shape[0]
+        head, block, token = bad // (blocks * tokens), bad // tokens % blocks, bad % tokens
+        at = head * (data.shape[1] // layout.heads) + offset + SCALE * token
+        found = _describe(data[block, at : at + SCALE].tobytes())
+        return CodecError(
+            f"codec {self.name!r}: block {block}, head {head}, part {part.name!r}, token {token} has "
+            f"{found} (byte {at} of the chunk), which no "
+            f"encoder writes; the chunk is damaged or of another codec or layout: treat it as a miss"
+        )
 
 
 def _describe(stored: bytes) -> str:

@@ -1,21 +1,19 @@
-"""From the codec on the wire and in memory to that on disk, and back: decoded to the engine's dtype between.
+"""From the codec on the wire and in memory to that on disk, and back, by way of the engine's dtype.
 
-Layers of one layout lie one after the other in memory as they do on disk, so a run of them goes through each
-codec in one call, as blocks do elsewhere: a call from Python costs about as much as 50 KiB of K/V. A run is
-short enough for its decoded K/V to stay in a core's L2 cache.
+Layers of one layout lie one after the other in memory as they do on disk, so a run of them is one call of
+the codecs, as blocks are elsewhere: a call from Python costs about as much as 100 KiB of K/V. A run is
+short enough for its bytes to be in a core's cache still when they are summed and encoded.
 
-Importing this brings numba with it. Any thread may call anything here: the kernels release the GIL, and what
-they decode into belongs to the thread.
+Importing this brings numba with it. Any thread may call anything here; the kernels release the GIL.
 """
 
 from __future__ import annotations
 
-import threading
 from array import array
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any, Final
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -28,8 +26,7 @@ from hypercache.errors import ConfigError, HyperCacheError, SpecError
 from hypercache.model import KVLayout
 from hypercache.store.namespace import NamespaceInfo
 
-RUN_NBYTES: Final = 1 << 20  # decoded K/V of a run, if it has more than one layer
-KEPT_NBYTES: Final = 4 << 20  # of the memory that a thread decodes into; what is larger goes after its call
+RUN_NBYTES: Final = 2 << 20  # K/V of a run in the engine's dtype, if it has more than one layer
 
 _Bytes = npt.NDArray[np.uint8]
 
@@ -47,7 +44,6 @@ class _Run:
     above: int
     below: int
     offset: int  # of its first chunk on disk
-    decoded: int  # bytes of K/V
 
     @property
     def count(self) -> int:
@@ -100,7 +96,7 @@ def _runs(info: NamespaceInfo) -> Iterator[_Run]:
         most = max(1, RUN_NBYTES // one)
         while layer < end:
             count = min(most, end - layer)
-            yield _Run(slice(layer, layer + count), layout, above, below, offset, count * one)
+            yield _Run(slice(layer, layer + count), layout, above, below, offset)
             layer += count
             offset += count * below
 
@@ -130,9 +126,8 @@ def warm(info: NamespaceInfo) -> None:
     """Compile, or load from numba's cache, what :func:`down` and :func:`up` need: seconds at most, so that
     no block waits for it. Raises as :func:`check`."""
     if info.transcoded:
-        form = _form(info)
-        for codec in (form.above, form.below):
-            codecs.warm(codec, info.layouts)
+        _form(info)
+        codecs.warm_recode(info.layouts)
 
 
 def down(
@@ -161,10 +156,11 @@ def down(
                     f"namespace {info.label!r}: the chunk of layer {layer} changed in memory since it was "
                     "stored; its block is a miss"
                 )
-        parts, below = _decoded(run, info.block_size), _below(payload, run)
-        for rows, some in _apart(chunks[run.layers], parts, run.count):
-            form.above.decode(run.layout, rows, some)
-        form.below.encode(run.layout, parts, below)
+        below, at = _below(payload, run), 0
+        for rows in _apart(chunks[run.layers]):
+            some = below[at : at + len(rows)]
+            codecs.recode(run.layout, info.block_size, form.above, rows, form.below, some)
+            at += len(rows)
         sums.extend(checksum(row.data) for row in below)
     return sums
 
@@ -181,10 +177,11 @@ def up(info: NamespaceInfo, payload: memoryview, chunks: Sequence[memoryview]) -
     source = np.frombuffer(payload, np.uint8)
     sums = array("I")
     for run in form.runs:
-        parts = _decoded(run, info.block_size)
-        form.below.decode(run.layout, _below(source, run), parts)
-        for rows, some in _apart(chunks[run.layers], parts, run.count):
-            form.above.encode(run.layout, some, rows)
+        below, at = _below(source, run), 0
+        for rows in _apart(chunks[run.layers]):
+            some = below[at : at + len(rows)]
+            codecs.recode(run.layout, info.block_size, form.below, some, form.above, rows)
+            at += len(rows)
         sums.extend(map(checksum, chunks[run.layers]))
     return sums
 
@@ -207,40 +204,13 @@ def _below(payload: _Bytes, run: _Run) -> _Bytes:
     return payload[run.offset : run.offset + run.count * run.below].reshape(run.count, run.below)
 
 
-def _apart(
-    chunks: Sequence[memoryview], parts: list[npt.NDArray[Any]], count: int
-) -> Iterator[tuple[_Bytes, list[npt.NDArray[Any]]]]:
-    """Chunks as rows for a codec, and the parts that belong to them: in one piece, where they lie one after
-    the other."""
+def _apart(chunks: Sequence[memoryview]) -> Iterator[_Bytes]:
+    """Chunks of one size as rows for a codec: in one piece, where they lie one after the other."""
     arrays = [np.frombuffer(chunk, np.uint8) for chunk in chunks]
     nbytes = arrays[0].nbytes
     starts = [each.__array_interface__["data"][0] for each in arrays]
-    if starts == list(range(starts[0], starts[0] + count * nbytes, nbytes)):
+    if starts == list(range(starts[0], starts[0] + len(arrays) * nbytes, nbytes)):
         writable = all(each.flags.writeable for each in arrays)
-        yield as_strided(arrays[0], (count, nbytes), (nbytes, 1), writeable=writable), parts
-        return
-    tokens = parts[0].shape[1] // count
-    for i, each in enumerate(arrays):
-        yield each.reshape(1, nbytes), [part[:, i * tokens : (i + 1) * tokens] for part in parts]
-
-
-class _Own(threading.local):
-    memory: _Bytes | None = None
-
-
-_own = _Own()
-
-
-def _decoded(run: _Run, tokens: int) -> list[npt.NDArray[Any]]:
-    """Memory of this thread for the K/V of a run: an array (heads, layers * tokens, dim) for each part."""
-    memory = _own.memory
-    if memory is None or memory.nbytes < run.decoded:
-        memory = np.empty(max(run.decoded, RUN_NBYTES), np.uint8)
-        _own.memory = memory if memory.nbytes <= KEPT_NBYTES else None
-    parts, at = [], 0
-    for part in run.layout.parts:
-        shape = (run.layout.heads, run.count * tokens, part.dim)
-        array_ = np.ndarray(shape, run.layout.dtype.storage, memory.data, at)
-        parts.append(array_)
-        at += array_.nbytes
-    return parts
+        yield as_strided(arrays[0], (len(arrays), nbytes), (nbytes, 1), writeable=writable)
+    else:
+        yield from (each.reshape(1, nbytes) for each in arrays)

@@ -289,19 +289,6 @@ def test_threads_do_not_disturb_each_other():
     assert not wrong
 
 
-def test_a_thread_keeps_memory_but_not_without_bound():
-    small, large = info((split(2, 64),), "fp8", "int4"), info((split(64, 128),), "fp8", "int4", 256)
-    down(small, laid(stored(small)))
-    kept = transcode._own.memory
-    assert kept is not None and kept.nbytes == transcode.RUN_NBYTES
-    down(small, laid(stored(small)))
-    assert transcode._own.memory is kept
-    down(large, laid(stored(large)))
-    assert transcode._own.memory is None
-    down(small, laid(stored(small)))
-    assert transcode._own.memory is not None and transcode._own.memory.nbytes == transcode.RUN_NBYTES
-
-
 def test_warm_takes_what_check_takes():
     transcode.warm(info(mixed(), "int8", "int4"))
     transcode.warm(info(mixed(), "int8", ""))
