@@ -100,5 +100,8 @@ def test_show_has_a_line_for_each_way(results):
 def test_json_has_the_rows_at_its_top(monkeypatch, capsys):
     small = partial(bench_blend.measure, 2, SMALL, (CASE,))
     monkeypatch.setattr(bench_blend, "measure", small)
-    assert benchmark.run(Namespace(json=True, part="blend", logs=None, tokenizer=None, disk=None)) == 0
+    assert (
+        benchmark.run(Namespace(json=True, part="blend", logs=None, tokenizer=None, disk=None, blocks=None))
+        == 0
+    )
     assert json.loads(capsys.readouterr().out) == small()

@@ -29,13 +29,7 @@ from hypercache.cli.bench_live import NotMeasured, seconds
 from hypercache.model import KVDtype, KVLayout, Part
 from hypercache.store import hckv, transcode
 from hypercache.store.disk import Disk, Write
-from hypercache.store.hckv_file import (
-    LOCATOR_NBYTES,
-    SEGMENT_HEADER_NBYTES,
-    footer_nbytes,
-    number_of,
-    offset_of,
-)
+from hypercache.store.hckv_file import number_of, offset_of
 from hypercache.store.namespace import NamespaceInfo
 
 SPACES = {"raw": ("raw", ""), "int4": ("int8", "int4")}  # codec on disk -> on the wire, `below`
@@ -44,8 +38,6 @@ LAYERS = 32  # with 8 heads of 128: an 8-billion-parameter Llama, 2 MiB a block 
 BATCH_NBYTES = 8 << 20  # of what a call of Disk.write puts on disk
 ROUND_NBYTES = 128 << 20  # of records, written and read in a round
 SAMPLE = 8  # different blocks; more than any CPU cache holds
-SMALL_NBYTES = 1024  # a block's, where what is measured does not depend on them
-PER_BLOCKS = 100_000  # what a restart is reported for
 
 Fsync = Literal["batch", "end"]
 FSYNCS: tuple[Fsync, ...] = ("end", "batch")
@@ -95,13 +87,15 @@ def files(
     scratch: Path, rounds: int = 5, nbytes: int = ROUND_NBYTES, layers: int = LAYERS
 ) -> dict[str, dict[str, Any]]:
     """By codec on disk: ``write_end``, ``write_batch`` (fsync once at the end, after each batch),
-    ``read_cached``, ``read_cold`` and ``get_cached``, ``get_cold``; each with ``gbps`` of the tier and
-    ``plain_gbps`` of plain file I/O (1e9 bytes of records a second), and their ratio ``to_plain``.
+    ``read_cached``, ``read_cold`` and ``get_cached``, ``get_cold``.
 
-    A get is a read followed by a decode to the engine's dtype; plain is pread and decode of the same record:
-    ``time_to_plain`` is its time beside that. Namespaces that are transcoded have ``encode`` and ``decode``
-    as well: ``gbps`` of K/V in the engine's dtype, checksums included, and ``to_write``, ``to_read`` beside
-    the plain rates: above 1, a plain copy of the K/V to the disk would take longer than the codecs do.
+    Each has ``gbps`` of the tier and ``plain_gbps`` of plain file I/O (1e9 bytes of records a second), and
+    their ratio ``to_plain``. kv_to_plain: K/V in the engine's dtype that the tier moves a second, beside
+    what plain files of such K/V would. A get is a read and a decode to the engine's dtype; plain is pread
+    and a decode of the same record, without any check; ``time_to_plain`` is its time beside that. Namespaces
+    that are transcoded have ``encode`` and ``decode`` as well: ``gbps`` of K/V in the engine's dtype,
+    checksums included, and ``to_write``, ``to_read`` beside the plain rates: above 1, K/V are encoded faster
+    than a plain file takes them as they are.
     """
     found: dict[str, dict[str, Any]] = {}
     for name, (wire, below) in SPACES.items():
@@ -135,7 +129,7 @@ def _writes(scratch: Path, data: Sample, fsync: Fsync, rounds: int, nbytes: int)
         if not turn:
             tier.clear()
             plain.clear()
-    return _row(total, tier, plain)
+    return _row(data, total, tier, plain)
 
 
 def _write(disk: Disk, batches: Sequence[Sequence[Write]]) -> list[int]:
@@ -167,18 +161,13 @@ def _plain_write(path: Path, lengths: Sequence[int], source: memoryview, fsync: 
 def _disk(directory: Path, nbytes: int, fsync: Fsync = "end") -> Iterator[Disk]:
     """A new directory with room for ``nbytes`` of records."""
     shutil.rmtree(directory, ignore_errors=True)
-    disk, _ = _open(directory, nbytes, fsync)
+    mode: Literal["batch", "interval"] = "batch" if fsync == "batch" else "interval"
+    disk = Disk(directory, capacity=4 * nbytes + (1 << 30), fsync=mode, interval_s=1e6)
     try:
+        list(disk.restore())
         yield disk
     finally:
         disk.close()
-
-
-def _open(directory: Path, nbytes: int, fsync: Fsync = "end") -> tuple[Disk, int]:
-    """A directory, and how many records were restored from it."""
-    mode: Literal["batch", "interval"] = "batch" if fsync == "batch" else "interval"
-    disk = Disk(directory, capacity=4 * nbytes + (1 << 30), fsync=mode, interval_s=1e6)
-    return disk, sum(len(contents) for _, contents in disk.restore())
 
 
 # -- reading
@@ -211,7 +200,7 @@ def _reads(scratch: Path, data: Sample, rounds: int, nbytes: int) -> dict[str, d
                         elif not turn:
                             work()
                         spent.append(seconds(work))
-                row = found[f"{what}_{state}"] = _row(total, *(spent[1:] for spent in times))
+                row = found[f"{what}_{state}"] = _row(data, total, *(spent[1:] for spent in times))
                 if what == "get":
                     row["time_to_plain"] = 1 / row["to_plain"]
     return found
@@ -277,11 +266,13 @@ def _drop(directory: Path) -> None:
             os.close(fd)
 
 
-def _row(nbytes: int, tier: Sequence[float], plain: Sequence[float]) -> dict[str, float]:
+def _row(data: Sample, nbytes: int, tier: Sequence[float], plain: Sequence[float]) -> dict[str, float]:
+    ratio = median(b / a for a, b in zip(tier, plain, strict=True))
     return {
         "gbps": nbytes / median(tier) / 1e9,
         "plain_gbps": nbytes / median(plain) / 1e9,
-        "to_plain": median(b / a for a, b in zip(tier, plain, strict=True)),
+        "to_plain": ratio,
+        "kv_to_plain": ratio * data.kv_nbytes / hckv.block_nbytes(data.info),
     }
 
 
@@ -308,48 +299,3 @@ def _transcodes(data: Sample, rounds: int, rows: dict[str, Any]) -> dict[str, di
         plain = rows["write_end" if other == "write" else "read_cold"]["plain_gbps"]
         found[name] = {"gbps": rate, f"to_{other}": rate / plain}
     return found
-
-
-# -- restart
-
-
-def restart(scratch: Path, blocks: int = 20_000, rounds: int = 3) -> dict[str, float]:
-    """Seconds to restore ``blocks`` small blocks, per 100,000: ``footer_s`` from footers, ``scan_s`` where
-    all footers were cut off (writing new ones included)."""
-    nbytes = (SMALL_NBYTES,)
-    info = NamespaceInfo(b"benchmark of restarts".ljust(32, b"\0"), nbytes, TOKENS, "raw", "restart")
-    chunk = memoryview(os.urandom(SMALL_NBYTES))
-    crc = [checksum(chunk)]
-    directory = scratch / "restart"
-    total = blocks * hckv.block_nbytes(info)
-    with _disk(directory, total) as disk:
-        parent = b""
-        for first in range(0, blocks, 1000):
-            batch = []
-            for depth in range(first, min(first + 1000, blocks)):
-                name = os.urandom(32)
-                batch.append(Write(info, name, parent, depth, b"", crc, [chunk]))
-                parent = name
-            _write(disk, [batch])
-    found: dict[str, list[float]] = {"footer_s": [], "scan_s": []}
-    for _ in range(rounds):
-        for how, times in found.items():
-            if how == "scan_s":
-                _cut_footers(directory)
-            began = time.perf_counter()
-            disk, count = _open(directory, total)
-            times.append(time.perf_counter() - began)
-            disk.close()
-            if count != blocks:
-                raise NotMeasured(f"{count} of {blocks} blocks were restored")
-    per = PER_BLOCKS / blocks
-    return {"blocks": blocks, **{how: median(times) * per for how, times in found.items()}}
-
-
-def _cut_footers(directory: Path) -> None:
-    for path in directory.glob("*.hckv"):
-        with path.open("r+b") as file:
-            end = file.seek(0, os.SEEK_END)
-            if end > SEGMENT_HEADER_NBYTES:
-                file.seek(end - LOCATOR_NBYTES)
-                file.truncate(end - footer_nbytes(file.read(), end))

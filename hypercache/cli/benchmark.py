@@ -46,6 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="tiers: on the disk to measure (default: where temporary files go)",
     )
+    parser.add_argument("--blocks", type=int, metavar="N", help="tiers: in the index (default: 200,000)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -56,7 +57,7 @@ def run(args: argparse.Namespace) -> int:
     # this when it is loaded, so what needs NumPy is imported below.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     parts = PARTS if args.part is None else (args.part,)
-    results = measure(Console(stderr=True), parts, args.logs, args.tokenizer, args.disk)
+    results = measure(Console(stderr=True), parts, args.logs, args.tokenizer, args.disk, args.blocks)
     if args.json:
         print(json.dumps(_top(results), indent=2))
     else:
@@ -81,9 +82,10 @@ def measure(
     directory: Path | None = None,
     tokenizer: Path | None = None,
     disk: Path | None = None,
+    blocks: int | None = None,
 ) -> dict[str, Any]:
     """Each of ``parts`` under its name. ``reuse`` reads the logs in ``directory``, with ``tokenizer``;
-    ``tiers`` writes into ``disk``.
+    ``tiers`` writes into ``disk`` and puts ``blocks`` into an index.
 
     Raises HyperCacheError.
     """
@@ -103,7 +105,7 @@ def measure(
     def tiers() -> dict[str, Any]:
         from hypercache.cli import bench_tiers
 
-        return bench_tiers.measure(disk)
+        return bench_tiers.measure(disk, blocks=blocks or bench_tiers.BLOCKS)
 
     with contextlib.ExitStack() as stack:
         uri = ""

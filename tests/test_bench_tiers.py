@@ -1,0 +1,133 @@
+"""The benchmark of the disk tier, small: it measures what it says, and reports nothing that it did not do."""
+
+from __future__ import annotations
+
+import io
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from hypercache.cli import bench_disk, bench_index, bench_tiers, main
+from hypercache.cli.bench_live import NotMeasured
+from hypercache.store import hckv
+from hypercache.store.disk import Disk
+
+ROWS = ("write_end", "write_batch", "read_cached", "read_cold", "get_cached", "get_cold")
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict:
+    directory = tmp_path_factory.mktemp("disk")
+    found = bench_tiers.measure(directory, rounds=1, blocks=3000, small=True)
+    assert list(directory.iterdir()) == []
+    return found
+
+
+def test_each_figure_is_there_and_positive(found: dict) -> None:
+    assert list(found["files"]) == ["raw", "int4"]
+    for codec, rows in found["files"].items():
+        assert list(rows) == [*ROWS, *(("encode", "decode") if codec == "int4" else ())]
+        for what, row in rows.items():
+            assert all(value > 0 for value in row.values()), (codec, what)
+            if what in ROWS:
+                assert {"gbps", "plain_gbps", "to_plain", "kv_to_plain"} <= set(row)
+            if what.startswith("get"):
+                assert row["time_to_plain"] * row["to_plain"] == pytest.approx(1)
+    int4 = found["files"]["int4"]
+    assert set(int4["encode"]) == {"gbps", "to_write"} and set(int4["decode"]) == {"gbps", "to_read"}
+    write = int4["write_end"]
+    assert 3 < write["kv_to_plain"] / write["to_plain"] < 3.88  # a record has a header, and is padded
+    assert found["restart"]["blocks"] == 300
+    assert found["restart"]["footer_s"] > 0 and found["restart"]["scan_s"] > 0
+
+
+def test_the_index_is_measured_in_a_process_of_its_own(found: dict) -> None:
+    index = found["index"]
+    assert index["blocks"] == 3000
+    assert 300 < index["bytes_per_block"] < 3 * index["charged"]
+    with pytest.raises(NotMeasured, match="the index of -5 blocks"):
+        bench_index.index(-5)
+
+
+def test_people_see_the_figures(found: dict) -> None:
+    output = io.StringIO()
+    tail = {
+        "p99_with_ms": 3.25,
+        "p99_without_ms": 2.5,
+        "to_without": 1.3,
+        "p50_with_ms": 1,
+        "p50_without_ms": 1,
+    }
+    bench_tiers.show(found | {"tail": tail}, Console(file=output, width=110))
+    text = output.getvalue()
+    row = found["files"]["int4"]["read_cold"]
+    assert ["int4", "read,", "cold", f"{row['gbps']:.2f}"] in [line.split()[:4] for line in text.splitlines()]
+    for words in (
+        "p99 3.25 ms, 2.50",
+        "1.30x",
+        "3,000 small blocks",
+        "measured with 300",
+        "int4 encodes K/V",
+    ):
+        assert words in text
+
+
+def test_footers_that_were_cut_off_make_restarts_scan(tmp_path: Path) -> None:
+    bench_index.restart(tmp_path, 50, 1)
+    directory = tmp_path / "restart"
+    (path,) = directory.glob("*.hckv")
+    sealed = path.stat().st_size
+    bench_index._cut_footers(directory)
+    records = 50 * hckv.block_nbytes(bench_index._INFO)
+    assert path.stat().st_size == hckv.ALIGN + records < sealed
+    disk = Disk(directory, capacity=1 << 30)
+    assert [len(contents) for _, contents in disk.restore()] == [50]
+    disk.close()
+    assert path.stat().st_size == sealed  # a scan ends with a new footer
+
+
+def test_cold_is_out_of_the_page_cache(tmp_path: Path) -> None:
+    """Else "cold" would be a second figure of "cached"."""
+    path = tmp_path / "0000000000000001.hckv"
+    path.write_bytes(bytes(8 << 20))
+    before = _cached_pages(path)
+    bench_disk._drop(tmp_path)
+    assert before == 2048
+    if _cached_pages(path) == before:
+        pytest.skip("this file system keeps its files in memory")
+    assert _cached_pages(path) == 0
+
+
+def _cached_pages(path: Path) -> int:
+    """By mincore(2)."""
+    import ctypes
+    import mmap
+
+    with path.open("r+b") as file, mmap.mmap(file.fileno(), 0) as mapped:
+        pages = -(-len(mapped) // mmap.PAGESIZE)
+        vector = (ctypes.c_ubyte * pages)()
+        start = ctypes.c_char.from_buffer(mapped)
+        libc = ctypes.CDLL(None, use_errno=True)
+        size = ctypes.c_size_t(len(mapped))
+        assert libc.mincore(ctypes.c_void_p(ctypes.addressof(start)), size, vector) == 0
+        del start
+        return sum(one & 1 for one in vector)
+
+
+def test_the_command_has_the_part(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[object, ...]] = []
+
+    def measure(directory: object = None, rounds: int = 5, blocks: int = 0) -> dict[str, int]:
+        asked.append((directory, blocks))
+        return {"figure": 1}
+
+    monkeypatch.setattr(bench_tiers, "measure", measure)
+    arguments = ["benchmark", "--part", "tiers", "--json", "--disk", "/mnt", "--blocks", "2000000"]
+    assert main.main(arguments) == 0
+    assert json.loads(capsys.readouterr().out) == {"tiers": {"figure": 1}}
+    assert main.main(arguments[:4]) == 0
+    assert asked == [(Path("/mnt"), 2_000_000), (None, bench_tiers.BLOCKS)]
