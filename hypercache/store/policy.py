@@ -19,7 +19,7 @@ from hypercache.errors import ConfigError
 
 STEP_S: Final = 30.0  # what a hint takes a step of an agent for
 # In replays of the public Mooncake traces (9 and 11 minutes) hits rise with the half-life up to 300..600 s
-# and hardly change beyond. They are too short to say more; ten minutes lets yesterday's hot set go within hours.
+# and hardly change beyond. They are too short to say more; so a hot set is forgotten within hours.
 HALF_LIFE_S: Final = 600.0
 GHOSTS: Final = 65536  # about 145 bytes each; in the same replays they nearly double the hits of small caches
 _LN2: Final = math.log(2)
@@ -99,9 +99,9 @@ class Policy(Protocol):
         """``block`` lost its slot, or is gone. May be told twice."""
 
     def admit(self, block: Placed, now: float) -> bool:
-        """``block`` comes back from L3 for a use at ``now``, which may have been told already. False: it is
-        worth less than what would have to go for it, and has been ranked to go first, so that a scan replaces
-        itself."""
+        """``block`` comes back from L3 for a use at ``now``, which may have been told already, a second ago.
+        False: it is worth less than what would have to go for it, and has been ranked to go first, so that a
+        scan replaces itself."""
 
     def queue(self) -> Queue[Any]:
         """A new queue, for blocks that compete for the same slots."""
@@ -245,7 +245,10 @@ class Lrfu(_Ranking):
         second, at = math.floor(now), self._decay * now
         for block in blocks:
             if block.used < second:
-                own = self._own(block) if block.uses else self.ghosts.take(block.digest)
+                own = self._own(block)
+                if not block.uses and (known := self.ghosts.take(block.digest)) > -math.inf:
+                    own = max(own, known)
+                    block.uses = math.ceil(_count(own - at))
                 block.uses += 1
                 self._set(block, _added(own, at))
                 block.bias = 0.0
@@ -275,10 +278,10 @@ class Lrfu(_Ranking):
 
     def admit(self, block: Placed, now: float) -> bool:
         """By what its earlier uses are worth, against the coldest candidate."""
-        self.use((block,), now)
-        at = self._decay * now
-        own = self._own(block)
-        earlier = 2.0 ** (own - at) - 1  # what it comes back for counts for 1
+        if block.used < math.floor(now) - 1:
+            self.use((block,), now)
+        at, own = self._decay * block.used, self._own(block)
+        earlier = _count(own - at) - 1  # what it comes back for counts for 1
         before = at + math.log2(earlier) if earlier > 1e-9 else -math.inf
         coldest = [item.rank for queue in self._queues if (item := queue.coldest()) is not None]
         if not coldest or before > min(coldest):
@@ -292,6 +295,10 @@ def _added(rank: float, at: float) -> float:
     """The rank after one use more, at ``at`` half-lives."""
     high, low = (rank, at) if rank > at else (at, rank)
     return high + math.log1p(2.0 ** (low - high)) / _LN2
+
+
+def _count(log2: float) -> float:
+    return math.exp2(min(log2, 60.0))
 
 
 def _within(priority: int) -> int:
@@ -388,7 +395,8 @@ class S3Fifo(_Ranking):
 
     def admit(self, block: Placed, now: float) -> bool:
         """The small queue is where it has to prove itself, unless its ghost is remembered."""
-        self.use((block,), now)
+        if not block.bias:
+            self.use((block,), now)
         return block.bias == self.MAIN
 
     def to_main(self, block: Placed) -> None:
