@@ -52,6 +52,11 @@ def forbidden(path: Path, name: str) -> bool:
             return (
                 root in IO or root == "fabrics" or name.startswith(("hypercache.server", "hypercache.client"))
             )
+        case "audit":
+            known = ("audit", "store.policy", "keys", "errors")
+            return root in IO | {"fabrics"} or (
+                root == "hypercache" and not name.startswith(tuple(f"hypercache.{room}." for room in known))
+            )
         case "server":
             return name.startswith(("hypercache.client", "hypercache.engines", "hypercache.codecs"))
         case "client":
