@@ -6,12 +6,15 @@ import io
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 from rich.console import Console
 
+from hypercache import codecs
 from hypercache.cli import bench_disk, bench_index, bench_tiers, main
-from hypercache.cli.bench_live import NotMeasured
-from hypercache.store import hckv
+from hypercache.cli.bench_live import NotMeasured, kv_spec
+from hypercache.kv import KVBuffers
+from hypercache.store import hckv, transcode
 from hypercache.store.disk import Disk
 
 ROWS = ("write_end", "write_batch", "read_cached", "read_cold", "get_cached", "get_cold")
@@ -93,7 +96,7 @@ def test_cold_is_out_of_the_page_cache(tmp_path: Path) -> None:
     path = tmp_path / "0000000000000001.hckv"
     path.write_bytes(bytes(8 << 20))
     before = _cached_pages(path)
-    bench_disk._drop(tmp_path)
+    bench_disk.drop(tmp_path)
     assert before == 2048
     if _cached_pages(path) == before:
         pytest.skip("this file system keeps its files in memory")
@@ -131,3 +134,22 @@ def test_the_command_has_the_part(
     assert json.loads(capsys.readouterr().out) == {"tiers": {"figure": 1}}
     assert main.main(arguments[:4]) == 0
     assert asked == [(Path("/mnt"), 2_000_000), (None, bench_tiers.BLOCKS)]
+
+
+def test_the_plain_side_of_a_get_decodes_what_the_tier_would(tmp_path: Path) -> None:
+    kv = KVBuffers.allocate(kv_spec(2), 3 * 16)
+    plain = bench_disk.Plain(tmp_path / "plain", 3, kv)
+    data = bench_disk.sample("int8", "int4", 2)
+    for part in (part for layer in range(2) for part in kv.layer(layer)):
+        part[...] = 0
+    plain.drop()
+    plain.read()
+    out = memoryview(bytearray(sum(data.info.below_nbytes)))
+    for block in range(3):
+        transcode.down(data.info, data.chunks[block], data.crcs[block], out)
+        rows = np.frombuffer(out, np.uint8).reshape(2, -1)
+        for layer in range(2):
+            parts = [np.empty((8, 16, 128), np.uint16) for _ in range(2)]
+            codecs.get("int4").decode(data.info.layouts[0], rows[layer : layer + 1], parts)
+            for part, want in zip(kv.layer(layer), parts, strict=True):
+                assert np.array_equal(part[:, 16 * block : 16 * block + 16], want)

@@ -26,6 +26,7 @@ import numpy.typing as npt
 from hypercache import codecs
 from hypercache.checksum import checksum
 from hypercache.cli.bench_live import NotMeasured, seconds
+from hypercache.kv import KVBuffers
 from hypercache.model import KVDtype, KVLayout, Part
 from hypercache.store import hckv, transcode
 from hypercache.store.disk import Disk, Write
@@ -196,7 +197,7 @@ def _reads(scratch: Path, data: Sample, rounds: int, nbytes: int) -> dict[str, d
                 for turn in range(rounds + 1):
                     for work, spent in zip(sides, times, strict=True):
                         if state == "cold":
-                            _drop(directory)
+                            drop(directory)
                         elif not turn:
                             work()
                         spent.append(seconds(work))
@@ -255,15 +256,54 @@ def _plain_read(directory: Path, data: Sample, places: Sequence[int], engine: _E
             os.close(fd)
 
 
-def _drop(directory: Path) -> None:
+def drop(directory: Path) -> None:
     """Take the segments out of the page cache."""
     for path in directory.glob("*.hckv"):
-        fd = os.open(path, os.O_RDONLY)
+        _drop_file(path)
+
+
+def _drop_file(path: Path) -> None:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)  # what is dirty stays in
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(fd)
+
+
+class Plain:
+    """A file of records as a prompt of ``blocks`` blocks of ``kv`` has in int4, to be read without a tier."""
+
+    def __init__(self, path: Path, blocks: int, kv: KVBuffers) -> None:
+        self._path, self._kv = path, kv
+        data = sample(*SPACES["int4"], layers=kv.spec.num_layers)
+        record, start = hckv.block_nbytes(data.info), hckv.payload_offset(data.info)
+        size = sum(data.info.below_nbytes)
+        self.nbytes = blocks * record
+        self._record = np.empty((blocks, record), np.uint8)
+        self._rows = self._record[:, start : start + size].reshape(blocks, kv.spec.num_layers, -1)
+        self._layout, self._codec = data.info.layouts[0], codecs.get(data.info.below)
+        for i, row in enumerate(self._record):
+            transcode.down(
+                data.info, data.chunks[i % SAMPLE], data.crcs[i % SAMPLE], row[start : start + size].data
+            )
+        path.write_bytes(self._record.data)
+        self.read()  # the first touch of memory is no read
+
+    def read(self) -> None:
+        """pread of all records, and a decode into the engine's buffers, layer by layer."""
+        fd = os.open(self._path, os.O_RDONLY)
         try:
-            os.fsync(fd)  # what is dirty stays in
-            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            if os.preadv(fd, [self._record.data], 0) != self.nbytes:
+                raise NotMeasured(f"{self._path} is shorter than it was written")
         finally:
             os.close(fd)
+        for layer in range(self._kv.spec.num_layers):
+            self._codec.decode(self._layout, self._rows[:, layer], self._kv.layer(layer))
+
+    def drop(self) -> None:
+        """Take the file out of the page cache."""
+        _drop_file(self._path)
 
 
 def _row(data: Sample, nbytes: int, tier: Sequence[float], plain: Sequence[float]) -> dict[str, float]:

@@ -93,7 +93,7 @@ def live(uri: str, blocks: int = 64, rounds: int = 5) -> dict[str, Any]:
     spec = kv_spec()
     tokens = blocks * 16 + 1  # one more: a hit leaves the last token to compute
     source, target, copied = (KVBuffers.allocate(spec, blocks * 16) for _ in range(3))
-    _fill(source)
+    fill(source)
     prompt = np.random.default_rng(3).integers(0, 128_000, tokens)
     clients = {
         codec: connect_sync(uri, model=spec, codec=codec, deadline=DEADLINE_S) for codec in LIVE_CODECS
@@ -134,7 +134,7 @@ def live(uri: str, blocks: int = 64, rounds: int = 5) -> dict[str, Any]:
     return rows
 
 
-def _fill(kv: KVBuffers) -> None:
+def fill(kv: KVBuffers) -> None:
     """Gaussian bf16 K/V: the same in all layers, which no codec can make use of."""
     first = kv.layer(0)
     for index, part in enumerate(first):

@@ -20,13 +20,15 @@ from rich.console import Console
 from rich.table import Table
 
 from hypercache.cli import bench_disk, bench_index
-from hypercache.cli.bench_live import DEADLINE_S, NotMeasured, kv_spec
+from hypercache.cli.bench_live import DEADLINE_S, NotMeasured, fill, kv_spec, seconds
 from hypercache.cli.local_server import local_server
 from hypercache.client import SyncClient, connect_sync
 from hypercache.kv import KVBuffers
+from hypercache.model import ModelSpec
 
 BLOCK = 16  # tokens
 BLOCKS = 200_000  # in the index, if nothing else is asked for
+WRITTEN_S = 60.0  # for what was stored to be on the disk
 READ_TARGET, GET_TARGET, TAIL_TARGET = 0.7, 1.5, 2.0  # what the figures are printed beside
 
 Tokens = npt.NDArray[np.int64]
@@ -51,6 +53,68 @@ def measure(
         }
 
 
+# -- gets from the disk
+
+
+def gets(scratch: Path, rounds: int = 3, blocks: int = 64, memory: str = "512MiB") -> dict[str, Any]:
+    """A prompt of ``blocks`` blocks that a server has on its disk alone, fetched by a client over TCP: read,
+    verified, brought from int4 to int8, sent, verified, decoded into the engine's buffers.
+
+    Beside it pread of the same records and a decode from int4 into such buffers, in this process, without any
+    check. ``cached``, ``cold``: see :mod:`hypercache.cli.bench_disk`; each has ``tier_ms``, ``plain_ms`` and
+    ``time_to_plain``, medians over ``rounds`` of two prompts, each with a server that has just been started.
+    """
+    spec = kv_spec()
+    length = blocks * BLOCK
+    random = np.random.default_rng(9)
+    prompts = [_prompt(random, length) for _ in range(2)]
+    kv = KVBuffers.allocate(spec, length)
+    fill(kv)
+    l3 = scratch / "gets"
+    plain = bench_disk.Plain(scratch / "plain", blocks, kv)
+    flags = ["--l3-dir", str(l3), "--l3-capacity", "4GiB", "--l3-segment", "256MiB"]
+    with local_server(memory, flags) as server, _client(server, spec) as client:
+        for prompt in prompts:
+            _put(client, prompt, kv)
+        _await(l3, len(prompts) * plain.nbytes)
+    found: dict[str, Any] = {"blocks": blocks, "record_bytes": plain.nbytes}
+    for state in ("cached", "cold"):
+        times: tuple[list[float], list[float]] = ([], [])
+        for _ in range(rounds):
+            with local_server(memory, flags) as server, _client(server, spec) as client:
+                for prompt in prompts:
+                    if state == "cold":
+                        bench_disk.drop(l3)
+                        plain.drop()
+                    began = time.perf_counter()
+                    result = client.fetch(prompt, kv)
+                    times[0].append(time.perf_counter() - began)
+                    if result.hit_tokens != length:
+                        raise NotMeasured(f"{result.hit_tokens} of {length} tokens: {result.reason}")
+                    times[1].append(seconds(plain.read))
+        found[state] = {
+            "tier_ms": median(times[0]) * 1e3,
+            "plain_ms": median(times[1]) * 1e3,
+            "time_to_plain": median(a / b for a, b in zip(*times, strict=True)),
+        }
+    return found
+
+
+def _client(server: Mapping[str, Any], spec: ModelSpec) -> SyncClient:
+    return connect_sync(server["uris"][0], model=spec, codec="int8", disk_codec="int4", deadline=DEADLINE_S)
+
+
+def _await(directory: Path, nbytes: int) -> None:
+    """Until the files there have so many bytes."""
+    end = time.monotonic() + WRITTEN_S
+    while _nbytes(directory) < nbytes:
+        if time.monotonic() > end:
+            raise NotMeasured(
+                f"{directory} has {_nbytes(directory)} of {nbytes} bytes after {WRITTEN_S:.0f} s"
+            )
+        time.sleep(0.05)
+
+
 # -- the tail
 
 
@@ -71,9 +135,7 @@ def tail(scratch: Path, rounds: int = 3, operations: int = 2000, memory: str = "
         sides = {}
         for name, extra in (("without", ()), ("with", flags)):
             server = stack.enter_context(local_server(memory, extra))
-            sides[name] = stack.enter_context(
-                connect_sync(server["uris"][0], model=spec, codec="int8", deadline=DEADLINE_S)
-            )
+            sides[name] = stack.enter_context(_client(server, spec))
         kv = KVBuffers.allocate(spec, length)
         prompts = [_prompt(random, length) for _ in range(hot)]
         for client in sides.values():
