@@ -4,6 +4,7 @@ PY ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
+TRACES ?= $(wildcard ../shared/traces)
 
 .PHONY: install install-server demo test lint bench docs clean
 
@@ -41,7 +42,7 @@ lint: install
 bench: install
 	$(BIN)/python tools/fabric_throughput.py
 	$(BIN)/python tools/cache_throughput.py
-	$(BIN)/hypercache benchmark
+	$(BIN)/hypercache benchmark $(addprefix --traces ,$(TRACES))
 
 docs: install
 	$(BIN)/python tools/settings_table.py

@@ -25,7 +25,7 @@ SERVER_MEMORY = "768MiB"
 CODEC_SECONDS = 20.0
 DIMS = (64, 128)  # the second is what the flat keys of "codecs" speak of
 BLEND = "blend"  # A: its rows stand beside the other parts in --json, not under its name
-PARTS = (BLEND, "engine", "codecs", "keys", "match", "live")  # what is measured without --part
+PARTS = (BLEND, "engine", "codecs", "keys", "match", "live", "policies")  # what is measured without --part
 LIVE = ("engine", "match", "live")  # those that need a server
 REUSE = "reuse"  # needs logs
 TIERS = "tiers"  # writes a gigabyte to a disk
@@ -46,6 +46,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DIR",
         help="tiers: on the disk to measure (default: where temporary files go)",
     )
+    parser.add_argument(
+        "--traces",
+        type=Path,
+        metavar="DIR",
+        help="policies: public traces, *.jsonl with hash_ids (default: one that is made up)",
+    )
     parser.add_argument("--blocks", type=int, metavar="N", help="tiers: in the index (default: 200,000)")
 
 
@@ -57,7 +63,9 @@ def run(args: argparse.Namespace) -> int:
     # this when it is loaded, so what needs NumPy is imported below.
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
     parts = PARTS if args.part is None else (args.part,)
-    results = measure(Console(stderr=True), parts, args.logs, args.tokenizer, args.disk, args.blocks)
+    results = measure(
+        Console(stderr=True), parts, args.logs, args.tokenizer, args.disk, args.blocks, args.traces
+    )
     if args.json:
         print(json.dumps(_top(results), indent=2))
     else:
@@ -83,9 +91,11 @@ def measure(
     tokenizer: Path | None = None,
     disk: Path | None = None,
     blocks: int | None = None,
+    traces: Path | None = None,
 ) -> dict[str, Any]:
     """Each of ``parts`` under its name. ``reuse`` reads the logs in ``directory``, with ``tokenizer``;
-    ``tiers`` writes into ``disk`` and puts ``blocks`` into an index.
+    ``tiers`` writes into ``disk`` and puts ``blocks`` into an index; ``policies`` replays the logs in
+    ``traces``.
 
     Raises HyperCacheError.
     """
@@ -93,7 +103,7 @@ def measure(
         raise ConfigError(
             "--part reuse and --logs DIR (with prompt logs, SET_*.jsonl) go together: give both"
         )
-    from hypercache.cli import bench_blend, bench_codecs, bench_live, bench_match, bench_reuse
+    from hypercache.cli import bench_blend, bench_codecs, bench_live, bench_match, bench_policies, bench_reuse
 
     def codecs() -> dict[str, Any]:
         return {name: _flat(by_dim) for name, by_dim in bench_codecs.measure(CODEC_SECONDS, DIMS).items()}
@@ -118,6 +128,7 @@ def measure(
             "keys": ("hashing a million tokens", bench_live.hashing),
             "match": ("finding documents", lambda: bench_match.measure(uri)),
             "live": ("live server", lambda: bench_live.live(uri)),
+            "policies": ("eviction policies", lambda: bench_policies.measure(traces)),
             TIERS: ("disk tier", tiers),
             REUSE: ("prompts from logs", reuse),
         }
@@ -140,7 +151,7 @@ def _flat(by_dim: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
 
 def show(results: Mapping[str, Any], console: Console) -> None:
     """Print what :func:`measure` found."""
-    from hypercache.cli import bench_blend, bench_match, bench_reuse
+    from hypercache.cli import bench_blend, bench_match, bench_policies, bench_reuse
 
     shows: dict[str, Callable[[Mapping[str, Any], Console], None]] = {
         BLEND: bench_blend.show,
@@ -149,6 +160,7 @@ def show(results: Mapping[str, Any], console: Console) -> None:
         "keys": _show_keys,
         "match": bench_match.show,
         "live": _show_live,
+        "policies": bench_policies.show,
         TIERS: _show_tiers,
         REUSE: bench_reuse.show,
     }
