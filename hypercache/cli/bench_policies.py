@@ -98,7 +98,7 @@ def show(found: Mapping[str, Any], console: Console) -> None:
         made = " (made up; --traces DIR replays real ones)" if row["synthetic"] else ""
         console.print(
             f"  {name}: {row['requests']:,} requests, {row['seconds'] / 60:.0f} min, {row['references']:,} "
-            f"references to {row['distinct']:,} blocks, {row['unlimited']:.2%} hit in all{made}"
+            f"references to {row['distinct']:,} blocks, at most {row['unlimited']:.2%} hit{made}"
         )
         if row["bad_rows"]:
             console.print(f"  {name}: {row['bad_rows']:,} rows left out, {row['first_bad'][0]}")

@@ -363,7 +363,7 @@ class S3Fifo(_Ranking):
     def queue(self) -> Queue[Any]:
         return _S3Queue(self, self._new_queue(), self._new_queue())
 
-    def tick(self, now: float = -math.inf) -> float:
+    def _tick(self, now: float = -math.inf) -> float:
         """A time of entry: each is later than the one before, or among equals the order would be lost."""
         self._clock = max(now, math.nextafter(self._clock, math.inf))
         return self._clock
@@ -375,7 +375,7 @@ class S3Fifo(_Ranking):
                 self._blocks += 1
                 block.bias = self.SMALL if self.ghosts.take(block.digest) < 0 else self.MAIN
                 block.uses = 0
-                self._set(block, self.tick(now))
+                self._set(block, self._tick(now))
             elif block.used < second:
                 block.uses = min(block.uses + 1, self.MOST)
             block.used = max(block.used, now)
@@ -402,7 +402,12 @@ class S3Fifo(_Ranking):
     def to_main(self, block: Placed) -> None:
         """It has proved itself."""
         block.bias, block.uses = self.MAIN, 0
-        self._set(block, self.tick())
+        self._set(block, self._tick())
+
+    def again(self, block: Placed) -> None:
+        """One turn more in the main queue."""
+        block.uses -= 1
+        self._set(block, self._tick())
 
 
 class Candidate(Placed, Protocol):
@@ -442,8 +447,7 @@ class _S3Queue:
             elif main is None or not main.uses:
                 return main
             else:
-                main.uses -= 1
-                main.rank = self._policy.tick()
+                self._policy.again(main)
 
 
 NAMES: Final = ("lrfu", "lru", "s3-fifo")
