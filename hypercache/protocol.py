@@ -24,6 +24,8 @@ endian), checksums as one u32 a chunk.
     PUT    runs, crcs + payload          ->                                 (does not wait for STORING)
                                          <-  STORING  runs still wanted
                                          <-  STORED  outcome of each block
+    HINT   digests, steps, priority, pin ->
+                                         <-  HINTED  blocks, pinned
 """
 
 from __future__ import annotations
@@ -48,6 +50,9 @@ MAX_BLOCKS = 1 << 17  # a request: 2 million tokens at 16 a block, 2 MiB of dige
 MAX_PROBES = 1 << 17  # fingerprints a LOCATE: 1 MiB
 MAX_CHAINS = 1 << 12  # a FETCH: more runs than one LOCATE finds
 MAX_TOKENS = 1 << 31  # no prompt is longer: what a position may be
+MAX_HINT_BLOCKS = 1 << 12  # a HINT of their next use takes 1 to 3 us a block; one that only pins takes less
+MAX_STEPS = 10_000  # until blocks are used again: what is so far off is as good as never
+MAX_PRIORITY = 3  # and -3 the least
 MAX_STORE_BLOCKS = 1024  # a STORE: reserving takes about 10 us a block, and nobody else is served meanwhile
 MAX_LAYERS = 1024
 MAX_LAYOUTS = 512  # different ones; models have one to three, searched ones a few dozen
@@ -85,6 +90,8 @@ class Op(enum.IntEnum):
     ERROR = 20
     LOCATE = 21
     LOCATED = 22
+    HINT = 23
+    HINTED = 24
 
 
 class ErrorCode(enum.StrEnum):
@@ -295,6 +302,30 @@ class Clear(Message):
     handle: int
 
 
+class Hint(Message):
+    """What the client knows of the stored run of ``digests``, in its own context.
+
+    steps: until it is used again, 0..MAX_STEPS; -1: nobody knows. priority: -MAX_PRIORITY..MAX_PRIORITY, 0 is
+    none. pin_ms: keep the run for so long, whoever needs the room; -1: no more; 0: no word of that. A HINT
+    that pins or unpins, and has neither steps nor priority, leaves what was said of them before.
+    """
+
+    handle: int
+    digests: bytes
+    steps: int = -1
+    priority: int = 0
+    pin_ms: int = 0
+
+
+class Hinted(Message):
+    """blocks: of the run that are stored. pinned: blocks that are kept for ``pin_ms``, from the first on;
+    where pins were to end, how many did."""
+
+    blocks: int
+    pinned: int
+    pin_ms: int
+
+
 class Removed(Message):
     blocks: int
     nbytes: int
@@ -328,6 +359,8 @@ BODIES: dict[Op, type[Message]] = {
     Op.ERROR: Error,
     Op.LOCATE: Locate,
     Op.LOCATED: Located,
+    Op.HINT: Hint,
+    Op.HINTED: Hinted,
 }
 #: What a client may send, and the largest body each can have. Checked before anything is decoded.
 REQUESTS: dict[int, int] = {
@@ -341,6 +374,7 @@ REQUESTS: dict[int, int] = {
     Op.CONTAINS: MAX_BLOCKS * DIGEST_BYTES + 64,
     Op.EVICT: MAX_BLOCKS * DIGEST_BYTES + 64,
     Op.CLEAR: 64,
+    Op.HINT: MAX_BLOCKS * DIGEST_BYTES + 64,
 }
 #: The largest body of each answer, likewise.
 ANSWERS: dict[int, int] = {
@@ -356,6 +390,7 @@ ANSWERS: dict[int, int] = {
     Op.STORED: 4 << 10,
     Op.CONTAINED: MAX_BLOCKS + 64,
     Op.REMOVED: 64,
+    Op.HINTED: 64,
     Op.ERROR: 16 << 10,
 }
 _PARTS = {"split": ("k", "v"), "mla": ("latent", "rope")}
@@ -414,6 +449,21 @@ def count_probes(locate: Locate) -> int:
             f"runs 1..{MAX_BLOCKS} blocks"
         )
     return probes
+
+
+def tells_use(hint: Hint) -> bool:
+    """Whether a HINT is about the next use of its blocks, and not about a pin alone. Raises ProtocolError for
+    values out of range and for more blocks than such a HINT may have."""
+    if not -1 <= hint.steps <= MAX_STEPS or abs(hint.priority) > MAX_PRIORITY or hint.pin_ms < -1:
+        raise ProtocolError(
+            f"HINT of {hint.steps} steps, priority {hint.priority}, pin {hint.pin_ms} ms: -1..{MAX_STEPS} "
+            f"steps, priorities -{MAX_PRIORITY}..{MAX_PRIORITY}, pins of -1, 0 or more"
+        )
+    if hint.pin_ms and hint.steps == -1 and hint.priority == 0:
+        return False
+    if len(hint.digests) > MAX_HINT_BLOCKS * DIGEST_BYTES:
+        raise ProtocolError(f"HINT of {len(hint.digests) // DIGEST_BYTES} blocks, at most {MAX_HINT_BLOCKS}")
+    return True
 
 
 def tell_layouts(layouts: Sequence[KVLayout]) -> tuple[tuple[Layout, ...], tuple[int, ...]]:

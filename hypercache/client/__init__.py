@@ -5,7 +5,15 @@ from hypercache.client.client import Client, connect
 from hypercache.client.finding import Reuse
 from hypercache.client.handles import Saving, Transfer
 from hypercache.client.plan import ExactSpan, MissingSpan, ModularSpan
-from hypercache.client.results import FetchResult, Match, Prompt, StoreResult
+from hypercache.client.results import (
+    FetchResult,
+    HintResult,
+    Match,
+    PinResult,
+    Prompt,
+    StoreResult,
+    UnpinResult,
+)
 from hypercache.client.sync import SyncClient, connect_sync
 
 __all__ = [
@@ -13,15 +21,18 @@ __all__ = [
     "Client",
     "ExactSpan",
     "FetchResult",
+    "HintResult",
     "Match",
     "MissingSpan",
     "ModularSpan",
+    "PinResult",
     "Prompt",
     "Reuse",
     "Saving",
     "StoreResult",
     "SyncClient",
     "Transfer",
+    "UnpinResult",
     "connect",
     "connect_sync",
 ]

@@ -1,4 +1,4 @@
-"""The asynchronous client: match, fetch, store, contains, evict, clear.
+"""The asynchronous client: match, fetch, store, contains, hint, pin, evict, clear.
 
 One client serves one namespace (model, adapter, codec, block size, tenant, salt) on one server. Every
 call ends before its deadline with a value: a dead, frozen or empty server is a miss with a reason. What
@@ -19,16 +19,24 @@ from typing import Any
 
 from hypercache import codecs, fingerprint, protocol, rope
 from hypercache.checks import typed
-from hypercache.client import disk, environment
+from hypercache.client import disk, environment, hints
 from hypercache.client.buffers import Coder
 from hypercache.client.finding import Finder, Reuse
 from hypercache.client.handles import Saving, Transfer
 from hypercache.client.hashing import SPENT, Hasher, aside
-from hypercache.client.link import AGENT, Link
+from hypercache.client.link import AGENT, Link, why
 from hypercache.client.moving import FRAME_BYTES, Buffers, Mover
 from hypercache.client.place import Place
 from hypercache.client.plan import MIN_RUN, Segment, least_blocks
-from hypercache.client.results import FetchResult, Match, Prompt, StoreResult
+from hypercache.client.results import (
+    FetchResult,
+    HintResult,
+    Match,
+    PinResult,
+    Prompt,
+    StoreResult,
+    UnpinResult,
+)
 from hypercache.errors import ConfigError, Unavailable
 from hypercache.keys import HASH_VERSION, MediaSpan, Namespace, TenantKey
 from hypercache.model import ModelSpec
@@ -256,7 +264,7 @@ class Client:
         question = protocol.Match(self._link.handle, protocol.join_digests(hashed.digests[:usable]))
         answer = await self._ask(question, until)
         if not isinstance(answer, protocol.Matched):
-            return _why(answer)
+            return why(answer)
         hit = max(0, min(answer.blocks, usable))
         return Match(hashed, hit, "" if hit == usable else self._why_not(hit))
 
@@ -269,9 +277,9 @@ class Client:
             if isinstance(answer, protocol.Located):
                 await aside(finder.left, partial(finder.answered, answer))
             elif not finder.begun:
-                return _why(answer)
+                return why(answer)
             else:
-                rest = f"; the rest was not looked at: {_why(answer)}"
+                rest = f"; the rest was not looked at: {why(answer)}"
         if not finder.complete and not rest:
             rest = "; the server did not look at everything: it spends a bounded time on one search"
         full = finder.hit == min(hashed.usable_blocks, protocol.MAX_BLOCKS)
@@ -375,6 +383,51 @@ class Client:
             present = bytes(len(asked))
         return [bool(byte) for byte in present] + [False] * (len(hashed.digests) - len(asked))
 
+    async def hint(
+        self,
+        prompt: Tokens | Prompt | Match,
+        *,
+        steps: int | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> HintResult:
+        """Tell when the stored blocks of a prompt will be used again, and what they are worth. Until their
+        next use the server's policy takes that into account; it promises nothing (for that, see :meth:`pin`).
+
+        steps: of the caller's workflow until then, 0..10,000; None: not known. A server takes a step for some
+            seconds, so what counts is who comes sooner.
+        priority: -3 (the first to go) .. 3, 0 for no wish.
+        Raises ConfigError for values out of range.
+        """
+        self._place.check()
+        until = time.monotonic() + self._budget(deadline)
+        tell = hints.use(steps, priority)
+        hashed = self._hasher.hashed(await self._hash(prompt))
+        return await hints.hint(partial(self._ask, until=until), self._link.handle, hashed, tell)
+
+    async def pin(
+        self, prompt: Tokens | Prompt | Match, seconds: float, *, deadline: float | None = None
+    ) -> PinResult:
+        """Keep the stored blocks of a prompt for ``seconds``, whoever needs the room. Of a prompt that is
+        pinned already the time changes.
+
+        The server grants less where its limits are (``pin_limit_s``, ``pin_share``); the result says how
+        much. A pin is its tenant's: it outlives the client that asked for it; what is evicted or cleared by
+        name goes all the same. Raises ConfigError unless ``seconds`` is a number, above 0 and finite.
+        """
+        self._place.check()
+        until = time.monotonic() + self._budget(deadline)
+        tell = hints.keep(seconds)
+        hashed = self._hasher.hashed(await self._hash(prompt))
+        return await hints.pin(partial(self._ask, until=until), self._link.handle, hashed, tell)
+
+    async def unpin(self, prompt: Tokens | Prompt | Match, *, deadline: float | None = None) -> UnpinResult:
+        """End this tenant's pins of the prompt, and of prompts that it begins with."""
+        self._place.check()
+        until = time.monotonic() + self._budget(deadline)
+        hashed = self._hasher.hashed(await self._hash(prompt))
+        return await hints.unpin(partial(self._ask, until=until), self._link.handle, hashed)
+
     async def evict(self, prompt: Tokens | Prompt | Match, *, deadline: float | None = None) -> int:
         """Remove the prompt's blocks and all that follow them; returns how many went. Raises Unavailable."""
         self._place.check()
@@ -418,7 +471,7 @@ class Client:
     def _removed(self, answer: protocol.Message | str) -> protocol.Removed:
         if isinstance(answer, protocol.Removed):
             return protocol.Removed(max(0, answer.blocks), max(0, answer.nbytes))
-        raise Unavailable(_why(answer))
+        raise Unavailable(why(answer))
 
     def _likely_cause(self, refusal: str, min_run: int) -> str:
         opened = self._link.opened
@@ -448,10 +501,6 @@ class Client:
         )
 
 
-def _why(answer: protocol.Message | str) -> str:
-    return answer if isinstance(answer, str) else _refusal(answer)
-
-
 def _seconds(deadline: float) -> float:
     if not isinstance(deadline, int | float) or not 0 < deadline <= 3600:
         raise ConfigError(f"deadline={deadline!r} must be a number of seconds, more than 0 and at most 3600")
@@ -472,7 +521,3 @@ def _label(model: ModelSpec, namespace: Namespace, salt: str | None) -> str:
     if salt:
         parts.append("salted")
     return " ".join(parts)[: protocol.MAX_LABEL]
-
-
-def _refusal(answer: protocol.Message) -> str:
-    return f"{answer.code}: {answer.message}" if isinstance(answer, protocol.Error) else "unexpected answer"

@@ -301,3 +301,10 @@ class Link:
         if isinstance(self.error, Refused) and self.error.code in PERMANENT:
             return self.error
         return self.error if isinstance(self.error, ProtocolError) else None
+
+
+def why(answer: protocol.Message | str) -> str:
+    """Why a call has no answer that fits: the link's own words, or what the server said."""
+    if isinstance(answer, protocol.Error):
+        return f"{answer.code}: {answer.message}"
+    return answer if isinstance(answer, str) else "unexpected answer"

@@ -79,6 +79,32 @@ class FetchResult:
 
 
 @dataclass(frozen=True, slots=True)
+class HintResult:
+    """Outcome of a hint. blocks: of the prompt, from its first on, that are stored and so were told of."""
+
+    blocks: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class PinResult:
+    """Outcome of a pin: of the prompt's blocks ``stored`` are there, ``blocks`` stay for ``seconds``."""
+
+    blocks: int
+    seconds: float
+    stored: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class UnpinResult:
+    """Outcome of an unpin. pins: how many have ended."""
+
+    pins: int
+    reason: str = ""
+
+
+@dataclass(frozen=True, slots=True)
 class StoreResult:
     """Outcome of a store. ``outcome`` counts blocks under "stored", "exists", "pending" (another writer is at
     it), "orphan", "full", "too_large", "corrupt" and "aborted"; wire_bytes is the payload sent."""

@@ -18,7 +18,15 @@ from hypercache.client.finding import Reuse
 from hypercache.client.handles import Saving, Transfer
 from hypercache.client.moving import Buffers
 from hypercache.client.plan import ModularSpan
-from hypercache.client.results import FetchResult, Match, Prompt, StoreResult
+from hypercache.client.results import (
+    FetchResult,
+    HintResult,
+    Match,
+    PinResult,
+    Prompt,
+    StoreResult,
+    UnpinResult,
+)
 from hypercache.errors import HyperCacheError
 from hypercache.keys import MediaSpan
 
@@ -218,6 +226,27 @@ class SyncClient:
     def contains(self, prompt: Tokens | Prompt | Match, *, deadline: float | None = None) -> list[bool]:
         """:meth:`Client.contains`: for each full block, whether it is stored."""
         return self._thread.call(self._client.contains(prompt, deadline=deadline))
+
+    def hint(
+        self,
+        prompt: Tokens | Prompt | Match,
+        *,
+        steps: int | None = None,
+        priority: int = 0,
+        deadline: float | None = None,
+    ) -> HintResult:
+        """:meth:`Client.hint`: when the prompt's blocks will be used again, and what they are worth."""
+        return self._thread.call(self._client.hint(prompt, steps=steps, priority=priority, deadline=deadline))
+
+    def pin(
+        self, prompt: Tokens | Prompt | Match, seconds: float, *, deadline: float | None = None
+    ) -> PinResult:
+        """:meth:`Client.pin`: keep the prompt's blocks for a while."""
+        return self._thread.call(self._client.pin(prompt, seconds, deadline=deadline))
+
+    def unpin(self, prompt: Tokens | Prompt | Match, *, deadline: float | None = None) -> UnpinResult:
+        """:meth:`Client.unpin`: end pins of the prompt, and of prompts that it begins with."""
+        return self._thread.call(self._client.unpin(prompt, deadline=deadline))
 
     def evict(self, prompt: Tokens | Prompt | Match, *, deadline: float | None = None) -> int:
         """:meth:`Client.evict`: remove the prompt's blocks and what follows them; how many went."""

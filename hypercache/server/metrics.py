@@ -32,8 +32,9 @@ LAG_INTERVAL_S = 0.05
 LAG_WINDOW = 1200  # samples in the percentile of /status: one minute
 _LAG_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.05, 0.1, 0.25, 0.5, 1.0, 5.0)
 
+OPERATIONS = ("open", "match", "locate", "fetch", "store", "contains", "hint", "evict", "clear")
 OUTCOMES = (
-    *((op, "ok") for op in ("open", "match", "locate", "fetch", "store", "contains", "evict", "clear")),
+    *((op, "ok") for op in OPERATIONS),
     ("fetch", "deadline"),
     ("fetch", "cancelled"),
 )

@@ -208,6 +208,8 @@ class Session:
                 nbytes = removed * sum(namespace.info.chunk_nbytes)
                 self.context.metrics.request("evict", "ok")
                 self._answer(channel, request_id, protocol.Removed(removed, nbytes))
+            case protocol.Hint():
+                self._hint(channel, request_id, message)
             case protocol.Clear():
                 blocks, nbytes = self.context.store.clear(self._namespace(message.handle))
                 self.context.metrics.request("clear", "ok")
@@ -385,6 +387,23 @@ class Session:
         if not stream.done:
             self._answer(channel, request_id, protocol.Storing(stream.wanted()))
         self._finish_store(request_id)
+
+    def _hint(self, channel: Channel, request_id: int, message: protocol.Hint) -> None:
+        """Pins belong to the tenant: they outlive the connection that asked for them."""
+        namespace, digests = self._request(message.handle, message.digests)
+        store, now = self.context.store, self.context.clock()
+        if protocol.tells_use(message):
+            blocks = store.hint(namespace, digests, message.steps, message.priority, now)
+        else:
+            present = store.contains(namespace, digests)
+            blocks = next((at for at, there in enumerate(present) if not there), len(present))
+        pinned, seconds = 0, 0.0
+        if message.pin_ms > 0:
+            pinned, seconds = store.pin_run(namespace, digests, self.tenant_id, message.pin_ms / 1000, now)
+        elif message.pin_ms:
+            pinned = store.unpin_run(namespace, digests, self.tenant_id)
+        self.context.metrics.request("hint", "ok")
+        self._answer(channel, request_id, protocol.Hinted(blocks, pinned, int(seconds * 1000)))
 
     def _put(self, frame: Frame, message: protocol.Put) -> Sink | None:
         stream = self._stores.get(frame.request_id)

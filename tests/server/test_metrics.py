@@ -111,7 +111,7 @@ def test_known_labels_start_at_0_so_that_the_first_step_is_seen() -> None:
         metrics.fetch_finished(outcome, 1, 1)
     reasons = ("exists", "pending", "orphan", "full", "too_large", "corrupt", "aborted")
     metrics.store_finished(Counter({"stored": 1, **dict.fromkeys(reasons, 1)}), 1)
-    for op in ("open", "contains", "evict", "clear"):
+    for op in ("open", "contains", "hint", "evict", "clear"):
         metrics.request(op, "ok")
     for code in ErrorCode:
         metrics.refused(code)
