@@ -63,6 +63,16 @@ class Placed(Protocol):
     def slab(self) -> Place: ...
 
 
+class Linked(Placed, Protocol):
+    @property
+    def parent(self) -> Linked | None: ...
+
+
+class Candidate(Linked, Protocol):
+    @property
+    def evictable(self) -> bool: ...
+
+
 Item = TypeVar("Item", bound=Ranked)
 
 
@@ -353,6 +363,7 @@ class S3Fifo(_Ranking):
     MAIN: Final = 2.0
     MOST: Final = 3
     AGAIN: Final = 2  # uses in the small queue that lead to the main one
+    ABOVE: Final = 64  # ancestors whose slabs are kept warm at each turn; the others are by their last use
 
     def __init__(self, ghosts: int = GHOSTS) -> None:
         super().__init__()
@@ -399,20 +410,26 @@ class S3Fifo(_Ranking):
             self.use((block,), now)
         return block.bias == self.MAIN
 
-    def to_main(self, block: Placed) -> None:
+    def to_main(self, block: Linked) -> None:
         """It has proved itself."""
         block.bias, block.uses = self.MAIN, 0
-        self._set(block, self._tick())
+        self._turn(block)
 
-    def again(self, block: Placed) -> None:
+    def again(self, block: Linked) -> None:
         """One turn more in the main queue."""
         block.uses -= 1
-        self._set(block, self._tick())
+        self._turn(block)
 
-
-class Candidate(Placed, Protocol):
-    @property
-    def evictable(self) -> bool: ...
+    def _turn(self, block: Linked) -> None:
+        """It shall stay, and so shall what it hangs on: no slab of these is to go as a whole."""
+        at = self._tick()
+        self._set(block, at)
+        above = block.parent
+        for _ in range(self.ABOVE):
+            if above is None:
+                break
+            above.slab.rank = max(above.slab.rank, at)
+            above = above.parent
 
 
 class _S3Queue:
@@ -440,14 +457,22 @@ class _S3Queue:
             small, main = self._small.coldest(), self._main.coldest()
             if small is not None and (main is None or len(self._small) * 10 >= len(self)):
                 if small.uses < S3Fifo.AGAIN:
-                    return small
+                    return self._out(small, main)
                 self._small.forget(small)
                 self._policy.to_main(small)
                 self._main.push(small)
             elif main is None or not main.uses:
-                return main
+                return self._out(main, small)
             else:
                 self._policy.again(main)
+
+    def _out(self, item: Candidate | None, other: Candidate | None) -> Candidate | None:
+        """``item`` goes before ``other``, though it may have come later. Ranked as the older of the two, it
+        also goes before the slabs of what is kept; those of other sizes go if they are older still."""
+        for one in (item, other):
+            if item is not None and one is not None:
+                item.rank = min(item.rank, one.rank, one.used)
+        return item
 
 
 NAMES: Final = ("lrfu", "lru", "s3-fifo")
@@ -467,11 +492,6 @@ def get(name: str, **options: Any) -> Policy:
         case "s3-fifo":
             return S3Fifo(**options)
     raise ConfigError(f"eviction policy {name!r}: choose one of {', '.join(NAMES)}")
-
-
-class Linked(Placed, Protocol):
-    @property
-    def parent(self) -> Linked | None: ...
 
 
 class Climbs:
