@@ -109,9 +109,10 @@ class Disk:
         self._segments = {number: Segment(number, nbytes) for number, nbytes in listing.segments.items()}
         self._bad = listing.bad
         self._foreign = listing.foreign
-        # Removals may use what blocks may not, and what is moved needs room before its old segment goes.
+        # Removals may use what blocks may not, and what is moved (half a segment at most, with its entries in
+        # the footer) needs room before its old segment goes.
         self._most = capacity - min(1 << 20, segment_nbytes // 8)
-        self._full = self._most - segment_nbytes // 2
+        self._full = self._most - segment_nbytes // 2 - segment_nbytes // 32 - self._frames(segment_nbytes)
         self._wanted = 0  # bytes that the last write lacked
         self._head: Head | None = None
         self._counts = Counts()
@@ -273,12 +274,14 @@ class Disk:
             raise
 
     def move(self, places: Sequence[int]) -> list[int]:
-        """Write these records again, at the head. Returns their new places; -1 for one that is damaged, or
-        for which there is no room below the capacity. Raises DiskFault."""
+        """Write these records again, in a segment behind their own. Returns their new places; -1 for one that
+        is damaged, or for which there is no room below the capacity. Raises DiskFault."""
         head = self._writer()
         found: list[int] = []
         left = self._most - self._nbytes() - head.reserved - self._frames(self.segment_nbytes)
         try:
+            if head.number in map(number_of, places):
+                head.seal()
             for where in places:
                 try:
                     new, nbytes = put_again(head, self._reader, where, left)
@@ -379,8 +382,14 @@ class Disk:
         return found.contents or Contents()
 
     def drop(self, segment: int) -> None:
-        """Delete a segment. Who is reading it reads on. Raises DiskFault."""
+        """Delete the oldest segment. Who is reading it reads on. Raises DiskFault.
+
+        HyperCacheError for another one: its removals may be of what an older one holds."""
         head = self._writer()
+        if segment in self._segments and segment != min(self._segments):
+            raise HyperCacheError(
+                f"segment {segment:x} of {self.directory} is not the oldest; drop that first"
+            )
         try:
             if segment == head.number:
                 head.seal()

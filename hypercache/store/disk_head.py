@@ -124,6 +124,11 @@ class Head:
 
     # -- records
 
+    def cost(self, info: NamespaceInfo) -> int:
+        """Bytes that a block's record adds to the files at most, beside what each new segment costs."""
+        new = self._open is None or info.digest not in self._open.spaces
+        return block_nbytes(info) + _in_footer(info if new else None, 0)
+
     def room(self, nbytes: int, info: NamespaceInfo | None, removed: int = 0) -> memoryview:
         """Where the next record is to be made. ``info``: of a block; ``removed``: digests of a REMOVE."""
         now = self._open

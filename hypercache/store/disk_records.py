@@ -13,7 +13,7 @@ from hypercache.store.disk_files import Damaged
 from hypercache.store.disk_head import Head
 from hypercache.store.disk_read import Reader
 from hypercache.store.hckv import Record
-from hypercache.store.hckv_file import ENTRY, Contents
+from hypercache.store.hckv_file import Contents
 from hypercache.store.namespace import NamespaceInfo
 
 _Names = tuple[bytes, bytes, int, bytes]  # digest, parent, depth, mark
@@ -56,7 +56,7 @@ def put_again(head: Head, reader: Reader, place: int, left: int) -> tuple[int, i
         nonlocal cost, out
         if record.info is None or not head.takes(record.info):
             raise Damaged("no block that can be moved")
-        cost = record.nbytes + record.payload + ENTRY.itemsize
+        cost = head.cost(record.info)
         if cost > left:
             return None
         out = head.room(record.nbytes, record.info)

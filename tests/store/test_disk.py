@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from hypercache.errors import ConfigError, SpecError
+from hypercache.errors import ConfigError, HyperCacheError, SpecError
 from hypercache.store.disk import Disk, DiskFault, System
 from hypercache.store.hckv import REMOVALS
 from hypercache.store.hckv_file import number_of, offset_of, place
@@ -258,6 +258,27 @@ def test_the_oldest_segment_goes_and_what_was_moved_stays(tmp_path: Path) -> Non
     assert live[info.digest, name(10)] == moved[1]
     assert (PLAIN.digest, name(1)) not in live
     again.close()
+
+
+def test_segments_go_in_the_order_of_their_writing(tmp_path: Path) -> None:
+    """Or a removal could go before what it removes, and that would be back after a restart."""
+    disk = fresh(tmp_path / "l3")
+    places = disk.write(items(PLAIN, 0, 40))
+    second = number_of(places[-1])
+    with pytest.raises(HyperCacheError, match="not the oldest"):
+        disk.drop(second)
+    assert get(disk, PLAIN, name(39), places[-1]) == expected(PLAIN, name(39))
+    disk.close()
+
+
+def test_what_is_in_the_open_segment_is_moved_out_of_it(tmp_path: Path) -> None:
+    disk = fresh(tmp_path / "l3")
+    [where] = disk.write(items(PLAIN, 0, 1))
+    [moved] = disk.move([where])
+    assert number_of(moved) != number_of(where)
+    disk.drop(number_of(where))
+    assert get(disk, PLAIN, name(0), moved) == expected(PLAIN, name(0))
+    disk.close()
 
 
 def test_what_is_damaged_is_not_moved(tmp_path: Path) -> None:
