@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from argparse import Namespace
+from argparse import ArgumentParser
 from dataclasses import replace
 from functools import partial
 
@@ -100,8 +100,7 @@ def test_show_has_a_line_for_each_way(results):
 def test_json_has_the_rows_at_its_top(monkeypatch, capsys):
     small = partial(bench_blend.measure, 2, SMALL, (CASE,))
     monkeypatch.setattr(bench_blend, "measure", small)
-    assert (
-        benchmark.run(Namespace(json=True, part="blend", logs=None, tokenizer=None, disk=None, blocks=None))
-        == 0
-    )
+    parser = ArgumentParser()
+    benchmark.add_arguments(parser)
+    assert benchmark.run(parser.parse_args(["--json", "--part", "blend"])) == 0
     assert json.loads(capsys.readouterr().out) == small()
