@@ -23,7 +23,7 @@ STEP_S: Final = 30.0  # what a hint takes a step of an agent for
 HALF_LIFE_S: Final = 600.0
 GHOSTS: Final = 65536  # about 145 bytes each; in the same replays they nearly double the hits of small caches
 _LN2: Final = math.log(2)
-_NUMBER: Final = 0xFFFF  # the part of a ticket that says which queue gave it
+NUMBER: Final = 0xFFFF  # the part of a ticket that says which queue gave it
 _tickets = itertools.count(1)
 
 
@@ -175,34 +175,35 @@ class ColdQueue(Generic[Item]):
         self.push(item)
 
 
-class _Ranking:
+class Ranking:
     """What policies by rank have in common: their queues, which are to be told when a rank falls."""
 
     def __init__(self) -> None:
         self._queues: list[ColdQueue[Any]] = []
 
     def queue(self) -> Queue[Any]:
-        return self._new_queue()
+        return self.new_queue()
 
     def leave(self, block: Placed) -> None:
         """Nothing to remember: what L3 keeps has its rank on it."""
 
-    def _new_queue(self) -> ColdQueue[Any]:
+    def new_queue(self) -> ColdQueue[Any]:
         queue: ColdQueue[Any] = ColdQueue(len(self._queues) + 1)
         self._queues.append(queue)
         return queue
 
-    def _set(self, block: Placed, rank: float) -> None:
+    def put(self, block: Placed, rank: float) -> None:
+        """Rank ``block``."""
         fell = rank < block.rank
         block.rank = rank
         slab = block.slab
         if slab.rank < rank:
             slab.rank = rank
-        if fell and (number := block.queued & _NUMBER):
+        if fell and (number := block.queued & NUMBER):
             self._queues[number - 1].fell(block)
 
 
-class Lru(_Ranking):
+class Lru(Ranking):
     """Least recently used: the rank is the time of the last use, in seconds.
 
     A hint ranks a block as if it was last used as long ago as it will be needed, and ``half_life_s`` later
@@ -219,18 +220,18 @@ class Lru(_Ranking):
                 block.uses += 1
             if block.used < now:
                 block.used = now
-                self._set(block, now)
+                self.put(block, now)
 
     def hint(self, blocks: Iterable[Placed], steps: int, priority: int, now: float) -> None:
         for block in blocks:
             since = block.used if steps < 0 else now - STEP_S * steps
-            self._set(block, since + self._point * _within(priority))
+            self.put(block, since + self._point * within(priority))
 
     def admit(self, block: Placed, now: float) -> bool:
         return True
 
 
-class Lrfu(_Ranking):
+class Lrfu(Ranking):
     """The spectrum between recency and frequency (Lee et al., LRFU, IEEE Transactions on Computers 50(12),
     2001): each use counts for 1 at first, and for half of what it did after ``half_life_s`` more. A short
     half-life is LRU, a long one LFU.
@@ -260,7 +261,7 @@ class Lrfu(_Ranking):
                     own = max(own, known)
                     block.uses = math.ceil(_count(own - at))
                 block.uses += 1
-                self._set(block, _added(own, at))
+                self.put(block, _added(own, at))
                 block.bias = 0.0
                 block.used = now
 
@@ -277,10 +278,10 @@ class Lrfu(_Ranking):
         for block in blocks:
             own = self._own(block)
             hinted = own if steps < 0 else _added(own, at) - self._decay * STEP_S * steps
-            hinted += _within(priority)
+            hinted += within(priority)
             if hinted > -math.inf:
                 block.bias = hinted - own if own > -math.inf else 0.0
-                self._set(block, hinted)
+                self.put(block, hinted)
 
     def leave(self, block: Placed) -> None:
         if block.uses:
@@ -297,7 +298,7 @@ class Lrfu(_Ranking):
         if not coldest or before > min(coldest):
             return True
         block.bias = self.OUT
-        self._set(block, own + self.OUT)
+        self.put(block, own + self.OUT)
         return False
 
 
@@ -311,7 +312,7 @@ def _count(log2: float) -> float:
     return math.exp2(min(log2, 60.0))
 
 
-def _within(priority: int) -> int:
+def within(priority: int) -> int:
     return min(max(priority, -3), 3)
 
 
@@ -349,132 +350,6 @@ class Ghosts:
         return self._ranks.pop(digest[:8], -math.inf)
 
 
-class S3Fifo(_Ranking):
-    """Three FIFO queues (Yang et al., SOSP 2023): what is new waits in a small one, a tenth of all, and goes
-    unless it is used twice there; a main one gives a turn more for each use, up to three; and a list of
-    ghosts sends what was thrown out too early straight to the main one.
-
-    The rank is the time of entry into the queue, in seconds; ``uses`` counts up to three, and ``bias`` says
-    which queue it is. A hint sets the count: 2 and the priority, less one for each ten steps. So it is worth
-    three turns at most.
-    """
-
-    SMALL: Final = 1.0
-    MAIN: Final = 2.0
-    MOST: Final = 3
-    AGAIN: Final = 2  # uses in the small queue that lead to the main one
-    ABOVE: Final = 64  # ancestors whose slabs are kept warm at each turn; the others are by their last use
-
-    def __init__(self, ghosts: int = GHOSTS) -> None:
-        super().__init__()
-        self.ghosts = Ghosts(ghosts)
-        self._blocks = 0  # in either queue
-        self._clock = -math.inf
-
-    def queue(self) -> Queue[Any]:
-        return _S3Queue(self, self._new_queue(), self._new_queue())
-
-    def _tick(self, now: float = -math.inf) -> float:
-        """A time of entry: each is later than the one before, or among equals the order would be lost."""
-        self._clock = max(now, math.nextafter(self._clock, math.inf))
-        return self._clock
-
-    def use(self, blocks: Iterable[Placed], now: float) -> None:
-        second = math.floor(now)
-        for block in blocks:
-            if not block.bias:
-                self._blocks += 1
-                block.bias = self.SMALL if self.ghosts.take(block.digest) < 0 else self.MAIN
-                block.uses = 0
-                self._set(block, self._tick(now))
-            elif block.used < second:
-                block.uses = min(block.uses + 1, self.MOST)
-            block.used = max(block.used, now)
-            slab = block.slab
-            slab.rank = max(slab.rank, now)
-
-    def hint(self, blocks: Iterable[Placed], steps: int, priority: int, now: float) -> None:
-        for block in blocks:
-            turns = 2 + _within(priority) - max(steps, 0) // 10
-            block.uses = min(max(turns, 0), self.MOST)
-
-    def leave(self, block: Placed) -> None:
-        if block.bias == self.SMALL:
-            self.ghosts.add(block.digest, self._blocks * 9 // 10)
-        self._blocks -= block.bias != 0.0
-        block.bias, block.uses = 0.0, 0
-
-    def admit(self, block: Placed, now: float) -> bool:
-        """The small queue is where it has to prove itself, unless its ghost is remembered."""
-        if not block.bias:
-            self.use((block,), now)
-        return block.bias == self.MAIN
-
-    def to_main(self, block: Linked) -> None:
-        """It has proved itself."""
-        block.bias, block.uses = self.MAIN, 0
-        self._turn(block)
-
-    def again(self, block: Linked) -> None:
-        """One turn more in the main queue."""
-        block.uses -= 1
-        self._turn(block)
-
-    def _turn(self, block: Linked) -> None:
-        """It shall stay, and so shall what it hangs on: no slab of these is to go as a whole."""
-        at = self._tick()
-        self._set(block, at)
-        above = block.parent
-        for _ in range(self.ABOVE):
-            if above is None:
-                break
-            above.slab.rank = max(above.slab.rank, at)
-            above = above.parent
-
-
-class _S3Queue:
-    """The small and the main queue of one slot size. Heaps by time of entry: a block that becomes a candidate
-    late, because others hung on it, takes the place that its age gives it."""
-
-    __slots__ = ("_main", "_policy", "_small")
-
-    def __init__(self, policy: S3Fifo, small: ColdQueue[Candidate], main: ColdQueue[Candidate]) -> None:
-        self._policy = policy
-        self._small = small
-        self._main = main
-
-    def __len__(self) -> int:
-        return len(self._small) + len(self._main)
-
-    def push(self, item: Candidate) -> None:
-        (self._main if item.bias == S3Fifo.MAIN else self._small).push(item)
-
-    def forget(self, item: Candidate) -> None:
-        (self._main if item.queued & _NUMBER == self._main.number else self._small).forget(item)
-
-    def coldest(self) -> Candidate | None:
-        while True:
-            small, main = self._small.coldest(), self._main.coldest()
-            if small is not None and (main is None or len(self._small) * 10 >= len(self)):
-                if small.uses < S3Fifo.AGAIN:
-                    return self._out(small, main)
-                self._small.forget(small)
-                self._policy.to_main(small)
-                self._main.push(small)
-            elif main is None or not main.uses:
-                return self._out(main, small)
-            else:
-                self._policy.again(main)
-
-    def _out(self, item: Candidate | None, other: Candidate | None) -> Candidate | None:
-        """``item`` goes before ``other``, though it may have come later. Ranked as the older of the two, it
-        also goes before the slabs of what is kept; those of other sizes go if they are older still."""
-        for one in (item, other):
-            if item is not None and one is not None:
-                item.rank = min(item.rank, one.rank, one.used)
-        return item
-
-
 NAMES: Final = ("lrfu", "lru", "s3-fifo")
 
 
@@ -490,6 +365,8 @@ def get(name: str, **options: Any) -> Policy:
         case "lru":
             return Lru(**options)
         case "s3-fifo":
+            from hypercache.store.s3_fifo import S3Fifo
+
             return S3Fifo(**options)
     raise ConfigError(f"eviction policy {name!r}: choose one of {', '.join(NAMES)}")
 

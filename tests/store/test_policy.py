@@ -21,9 +21,9 @@ from hypercache.store.policy import (
     Ghosts,
     Lrfu,
     Lru,
-    S3Fifo,
     get,
 )
+from hypercache.store.s3_fifo import S3Fifo
 
 
 @dataclass

@@ -6,7 +6,8 @@ import random
 
 import pytest
 
-from hypercache.store.policy import NAMES, Lrfu, S3Fifo, get
+from hypercache.store.policy import NAMES, Lrfu, get
+from hypercache.store.s3_fifo import S3Fifo
 
 from .conftest import Make
 from .kit import MIB, chain, info, intact, put
