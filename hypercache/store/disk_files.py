@@ -310,9 +310,9 @@ def read_into(system: System, fd: int, views: Sequence[memoryview], offset: int)
     return _transfer(system.preadv, fd, views, offset)
 
 
-def write_from(system: System, fd: int, view: memoryview, offset: int) -> None:
-    """Write all of ``view``. Raises OSError."""
-    if _transfer(system.pwritev, fd, [view], offset) != view.nbytes:
+def write_from(system: System, fd: int, views: Sequence[memoryview], offset: int) -> None:
+    """Write all of ``views``, one after the other. Raises OSError."""
+    if _transfer(system.pwritev, fd, views, offset) != sum(view.nbytes for view in views):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 

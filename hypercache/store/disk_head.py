@@ -1,7 +1,8 @@
 """The head of L3: the one segment that is being written, and how it is begun, cut back and sealed.
 
-Records are made in a buffer, and one write takes many of them. What the file is known to hold grows when a
-call is over (:meth:`Head.commit`): a fault before that cuts the file back to where the call began.
+Records are made in a buffer, or around what lies in memory, and one write takes many of them. What the file
+is known to hold grows when a call is over (:meth:`Head.commit`): a fault before that cuts the file back to
+where the call began.
 """
 
 from __future__ import annotations
@@ -10,9 +11,11 @@ import contextlib
 import errno
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal
+
+import numpy as np
 
 from hypercache.errors import HyperCacheError
 from hypercache.store.disk_files import Files, segment_name, write_from
@@ -20,7 +23,7 @@ from hypercache.store.hckv import ALIGN, MAX_NUMBER, block_nbytes, payload_offse
 from hypercache.store.hckv_file import ENTRY, LOCATOR_NBYTES, Contents, place, segment_header
 from hypercache.store.namespace import NamespaceInfo
 
-BUFFER_NBYTES: Final = 2 << 20  # written at once: what was copied there is in the CPU's cache still
+BUFFER_NBYTES: Final = 8 << 20  # written at once
 FRAME_NBYTES: Final = 2 * ALIGN + LOCATOR_NBYTES  # of a segment: its header, and what rounds its footer up
 _REMOVED_NBYTES: Final = 33  # of a footer, for a digest that a REMOVE names
 
@@ -93,8 +96,10 @@ class Head:
         self._fsync = fsync
         self._interval_s = interval_s
         self._last_sync = time.monotonic()
-        self._buffer = bytearray(BUFFER_NBYTES)
+        self._buffer = _memory(BUFFER_NBYTES)
         self._filled = 0
+        self._gathered: list[memoryview] = []  # what is written before the buffer's bytes from ``_from`` on
+        self._from = 0
         self._made: list[tuple[int, int, Enter]] = []  # since the last commit
         self._open: _Open | None = None
 
@@ -144,16 +149,22 @@ class Head:
             now, footer = self._begin(), _in_footer(info, removed)
         if self._filled + nbytes > BUFFER_NBYTES:
             self._write()
-        if nbytes > len(self._buffer):
-            self._buffer = bytearray(nbytes)
+        if nbytes > self._buffer.nbytes:
+            self._buffer = _memory(nbytes)
         now.footer += footer
         if info is not None:
             now.spaces[info.digest] = info
-        return memoryview(self._buffer)[self._filled : self._filled + nbytes]
+        return self._buffer[self._filled : self._filled + nbytes]
 
-    def made(self, nbytes: int, enter: Enter) -> int:
-        """The record in the last :meth:`room` is complete. Returns its place."""
+    def made(self, nbytes: int, enter: Enter, start: int = 0, payload: Sequence[memoryview] = ()) -> int:
+        """The record in the last :meth:`room` is complete. Returns its place.
+
+        payload: bytes of it, from ``start`` on, that are not there but are written from where they lie."""
         assert self._open is not None
+        if payload:
+            first = self._filled + start
+            self._gathered += [self._buffer[self._from : first], *payload]
+            self._from = first + sum(part.nbytes for part in payload)
         offset = self._open.end + self._filled
         self._sequence += 1
         self._made.append((offset, self._sequence, enter))
@@ -164,21 +175,26 @@ class Head:
         now = self._open
         if now is None or not self._filled:
             return
-        nbytes, self._filled = self._filled, 0
-        with memoryview(self._buffer)[:nbytes] as view:
-            now.synced = False
-            write_from(self._system, now.fd, view, now.end)
+        nbytes = self._filled
+        views = [*self._gathered, self._buffer[self._from : nbytes]]
+        self._empty()
+        now.synced = False
+        write_from(self._system, now.fd, views, now.end)
         now.end += nbytes
         now.segment.nbytes = now.end
         self.counts.writes += 1
         self.counts.bytes_written += nbytes
 
+    def _empty(self) -> None:
+        self._gathered.clear()
+        self._filled = self._from = 0
+
     def commit(self, durable: bool = False) -> None:
         """All that was made is written, and on the disk as far as was asked for or ``durable`` says."""
         self._write()
         self._enter()
-        if len(self._buffer) > BUFFER_NBYTES:
-            self._buffer = bytearray(BUFFER_NBYTES)
+        if self._buffer.nbytes > BUFFER_NBYTES:
+            self._buffer = _memory(BUFFER_NBYTES)
         if durable:
             self.sync(names=True)
         elif self._fsync == "batch" or (
@@ -201,7 +217,7 @@ class Head:
     def undo(self) -> None:
         """After an OSError: nothing that was not committed stays."""
         self._made.clear()
-        self._filled = 0
+        self._empty()
         now = self._open
         if now is None:
             return
@@ -225,8 +241,7 @@ class Head:
                 break
         now = _Open(Segment(number, ALIGN, self.store), fd)
         try:
-            with memoryview(segment_header(number, self.store)) as header:
-                write_from(self._system, fd, header, 0)
+            write_from(self._system, fd, [memoryview(segment_header(number, self.store))], 0)
             if self._fsync != "never":
                 self._files.sync()
                 now.entered = True
@@ -261,7 +276,7 @@ class Head:
     def abandon(self) -> None:
         """The open segment is closed as it is."""
         self._made.clear()
-        self._filled = 0
+        self._empty()
         self._leave()
 
     def _leave(self) -> None:
@@ -294,6 +309,11 @@ class Head:
         self._last_sync = time.monotonic()
 
 
+def _memory(nbytes: int) -> memoryview:
+    """Whose pages cost nothing until they are used."""
+    return np.empty(nbytes, np.uint8).data
+
+
 def _in_footer(info: NamespaceInfo | None, removed: int) -> int:
     """What a record adds to its segment's footer at most; ``info``: if its namespace is new there."""
     return ENTRY.itemsize + _REMOVED_NBYTES * removed + (0 if info is None else payload_offset(info))
@@ -303,7 +323,7 @@ def write_footer(files: Files, fd: int, segment: Segment, contents: Contents) ->
     """Behind the last record. Raises OSError; then the file ends with its records, if it can be cut."""
     footer = contents.footer(segment.number)
     try:
-        write_from(files.system, fd, memoryview(footer), contents.end)
+        write_from(files.system, fd, [memoryview(footer)], contents.end)
     except OSError:
         with contextlib.suppress(OSError):
             files.system.ftruncate(fd, contents.end)

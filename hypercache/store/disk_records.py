@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Final
 
 from hypercache.checksum import checksum
 from hypercache.errors import SpecError
@@ -16,6 +17,7 @@ from hypercache.store.hckv import Record
 from hypercache.store.hckv_file import Contents
 from hypercache.store.namespace import NamespaceInfo
 
+_LARGE_NBYTES: Final = 16 << 10  # chunks from this size on are written from where they lie
 _Names = tuple[bytes, bytes, int, bytes]  # digest, parent, depth, mark
 
 
@@ -43,8 +45,20 @@ def put(head: Head, item: Write) -> int:
         raise SpecError(f"blocks of {info.label!r} are larger than a segment of L3")
     nbytes, start = hckv.block_nbytes(info), hckv.payload_offset(info)
     out = head.room(nbytes, info)
-    crcs = _payload(item, out[start : start + sum(info.below_nbytes)])
-    return _made(head, out, info, (item.digest, item.parent, item.depth, item.mark), crcs)
+    names = item.digest, item.parent, item.depth, item.mark
+    if info.transcoded:
+        from hypercache.store import transcode  # brings a compiler; who writes no such block does without
+
+        crcs = transcode.down(info, item.chunks, item.crcs, out[start : start + sum(info.below_nbytes)])
+        return _made(head, out, info, names, crcs)
+    _check(item)
+    if sum(info.chunk_nbytes) >= _LARGE_NBYTES * len(item.chunks):
+        return _made(head, out, info, names, item.crcs, item.chunks)
+    for chunk in item.chunks:
+        end = start + chunk.nbytes
+        out[start:end] = chunk
+        start = end
+    return _made(head, out, info, names, item.crcs)
 
 
 def put_again(head: Head, reader: Reader, place: int, left: int) -> tuple[int, int]:
@@ -81,7 +95,14 @@ def put_removal(head: Head, namespace: bytes, digests: Sequence[bytes] | None) -
     head.made(out.nbytes, enter)
 
 
-def _made(head: Head, out: memoryview, info: NamespaceInfo, names: _Names, crcs: Sequence[int]) -> int:
+def _made(
+    head: Head,
+    out: memoryview,
+    info: NamespaceInfo,
+    names: _Names,
+    crcs: Sequence[int],
+    payload: Sequence[memoryview] = (),
+) -> int:
     digest, parent, depth, mark = names
     hckv.write_block(
         out,
@@ -94,28 +115,19 @@ def _made(head: Head, out: memoryview, info: NamespaceInfo, names: _Names, crcs:
         mark=mark,
         crcs=crcs,
     )
-    return head.made(out.nbytes, partial(_enter, info, names))
+    return head.made(out.nbytes, partial(_enter, info, names), hckv.payload_offset(info), payload)
 
 
 def _enter(info: NamespaceInfo, names: _Names, into: Contents, offset: int, sequence: int) -> None:
     into.add_block(offset, info, sequence, *names)
 
 
-def _payload(item: Write, out: memoryview) -> Sequence[int]:
-    """Put the chunks into ``out`` as they lie on disk. Returns their CRCs there."""
+def _check(item: Write) -> None:
+    """Raises HyperCacheError unless the chunks are what was stored."""
     info = item.info
-    if info.transcoded:
-        from hypercache.store import transcode  # brings a compiler; who writes no such block does without
-
-        return transcode.down(info, item.chunks, item.crcs, out)
     found = tuple(chunk.nbytes for chunk in item.chunks)
     if found != info.chunk_nbytes or len(item.crcs) != len(found):
         raise SpecError(f"namespace {info.label!r}: chunks of other sizes than it has, or without a CRC")
-    start = 0
     for layer, (chunk, crc) in enumerate(zip(item.chunks, item.crcs, strict=True)):
-        end = start + chunk.nbytes
-        out[start:end] = chunk
-        if checksum(out[start:end]) != crc:  # of the copy, which is what will be written
+        if checksum(chunk) != crc:
             raise Damaged(f"the chunk of layer {layer} changed in memory since it was stored")
-        start = end
-    return item.crcs

@@ -71,6 +71,29 @@ def test_a_block_larger_than_the_buffer(tmp_path: Path) -> None:
     disk.close()
 
 
+def test_large_chunks_are_written_from_where_they_lie(tmp_path: Path) -> None:
+    """Between small ones, more of them than one system call takes, and in several segments."""
+    infos = (PLAIN, plain("large", (40 * KIB, 16 * KIB, 20 * KIB)), coded())
+    batch = [item(infos[i % 3], name(i)) for i in range(60)]
+    many = plain("many", (17 * KIB,) * 1100)
+    disk = fresh(tmp_path / "l3", 256 * MIB, 32 * MIB)
+    places = disk.write([*batch, item(many, name(0)), *batch])
+    for i in range(60):
+        want = expected(infos[i % 3], name(i))
+        assert get(disk, infos[i % 3], name(i), places[i]) == want
+        assert get(disk, infos[i % 3], name(i), places[61 + i]) == want
+    assert get(disk, many, name(0), places[60]) == expected(many, name(0))
+    disk.close()
+    again, small = fresh(tmp_path / "l3", 256 * MIB), fresh(tmp_path / "small")
+    assert again.stats().restored_blocks == 121
+    places = small.write(batch)
+    assert small.stats().segments > 5
+    for i, where in enumerate(places):
+        assert get(small, infos[i % 3], name(i), where) == expected(infos[i % 3], name(i))
+    again.close()
+    small.close()
+
+
 def test_all_that_a_record_says_is_restored(tmp_path: Path) -> None:
     disk = fresh(tmp_path / "l3")
     disk.write([item(PLAIN, name(0)), item(PLAIN, name(1), name(0), 1, b"m" * 24)])
