@@ -192,6 +192,15 @@ class Listener(abc.ABC):
     uris: Sequence[str]  # what peers can connect to; the port is the one really bound
 
     @abc.abstractmethod
+    def pause(self) -> None:
+        """Accept nobody for now; also from within the accept callback. Who connects waits. A fabric on which
+        waiting takes as much of this process as being served does nothing."""
+
+    @abc.abstractmethod
+    def resume(self) -> None:
+        """Accept again. Harmless where nothing is paused, and after :meth:`close`."""
+
+    @abc.abstractmethod
     async def close(self) -> None:
         """Stop accepting. Channels already accepted live on."""
 

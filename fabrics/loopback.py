@@ -68,6 +68,12 @@ class LoopbackListener(Listener):
         self.accept = accept
         self.limits = limits
 
+    def pause(self) -> None:
+        """Nobody can wait here."""
+
+    def resume(self) -> None:
+        """Nobody waits here."""
+
     async def close(self) -> None:
         if self._names.get(self._name) is self:
             del self._names[self._name]

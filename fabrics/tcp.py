@@ -167,16 +167,31 @@ class TcpListener(Listener):
         self._loop = asyncio.get_running_loop()
         self._sockets = list(sockets)
         self._resume: asyncio.TimerHandle | None = None
+        self._paused = False  # by its owner
         self._report_from = 0.0  # loop time from which a lack of descriptors is reported again
         self._listen()
 
-    def _listen(self) -> None:
-        for sock in self._sockets:
-            self._loop.add_reader(sock, self._on_ready, sock)
+    def pause(self) -> None:
+        self._paused = True
+        self._deafen()
 
-    def _pause(self) -> None:
+    def resume(self) -> None:
+        if self._paused:
+            self._paused = False
+            self._listen()
+
+    def _listen(self) -> None:
+        if self._resume is None and not self._paused:
+            for sock in self._sockets:
+                self._loop.add_reader(sock, self._on_ready, sock)
+
+    def _deafen(self) -> None:
         for sock in self._sockets:
             self._loop.remove_reader(sock)
+
+    def _try_again(self) -> None:
+        self._resume = None
+        self._listen()
 
     def _on_ready(self, listening: socket.socket) -> None:
         for _ in range(_ACCEPTS):
@@ -192,11 +207,11 @@ class TcpListener(Listener):
                             f"cannot accept for now, tries go on every {_ACCEPT_PAUSE} s; raise the limit of "
                             "open files (ulimit -n), or let fewer connect",
                         )
-                    self._pause()
-                    self._resume = self._loop.call_later(_ACCEPT_PAUSE, self._listen)
+                    self._deafen()
+                    self._resume = self._loop.call_later(_ACCEPT_PAUSE, self._try_again)
                 return
             self._take(sock)
-            if not self._sockets:
+            if self._paused or not self._sockets:
                 return
 
     def _take(self, sock: socket.socket) -> None:
@@ -220,7 +235,7 @@ class TcpListener(Listener):
     async def close(self) -> None:
         if self._resume is not None:
             self._resume.cancel()
-        self._pause()
+        self._deafen()
         for sock in self._sockets:
             sock.close()
         self._sockets.clear()

@@ -16,6 +16,7 @@ import structlog
 from fabrics import Channel, Limits, Listener, fabric_for
 from fabrics.errors import AddressError
 from hypercache import protocol
+from hypercache.server import descriptors
 from hypercache.server.admin import AdminServer
 from hypercache.server.config import ServerConfig
 from hypercache.server.context import Context
@@ -53,6 +54,7 @@ class Node:
             stall_timeout=config.stall_timeout_s,
             first_body=protocol.REQUESTS[protocol.Op.HELLO],
         )
+        self._most = descriptors.reserve(config.max_connections, self._files())
         self._sessions: set[Session] = set()
         self._listeners: list[Listener] = []
         self._tasks: list[asyncio.Task[None]] = []
@@ -148,6 +150,7 @@ class Node:
             "state": "ready" if self._ready else "draining" if self._context.draining else "starting",
             "uris": list(self.uris),
             "connections": len(self._sessions),
+            "max_connections": self._most,
             "memory_bytes": self.config.memory,
             "store": self._store_numbers(),
             "loop_lag": self.metrics.lag(),
@@ -157,17 +160,26 @@ class Node:
     def _store_numbers(self) -> dict[str, Any]:
         return dataclasses.asdict(self._store.stats())
 
+    def _files(self) -> int:
+        """Files and sockets that are yet to be opened beside connections."""
+        ports = 2 * (len(self.config.listen) + 1)  # a host may have an address in each family
+        return ports + (descriptors.DISK_FILES + descriptors.segments() if self.config.l3_dir else 0)
+
     def _accept(self, channel: Channel) -> Session:
-        session = Session(
-            self._context, channel, self._lost, full=len(self._sessions) >= self.config.max_connections
-        )
+        session = Session(self._context, channel, self._lost, full=len(self._sessions) >= self._most)
         self._sessions.add(session)
         self.metrics.connection_opened()
+        if len(self._sessions) >= self._most + descriptors.REFUSED:
+            for listener in self._listeners:
+                listener.pause()
         return session
 
     def _lost(self, session: Session) -> None:
         self._sessions.discard(session)
         self.metrics.connection_closed()
+        if len(self._sessions) < self._most + descriptors.REFUSED and not self._context.draining:
+            for listener in self._listeners:
+                listener.resume()
 
     async def _sweep(self) -> None:
         while True:
