@@ -19,7 +19,7 @@ from typing import Final
 from hypercache.errors import ConfigError, HyperCacheError
 from hypercache.store import hckv
 from hypercache.store.disk_files import Damaged, DiskFault, Files, System, closed, fault, segment_name
-from hypercache.store.disk_head import FRAME_NBYTES, Counts, Fsync, Head, Segment
+from hypercache.store.disk_head import BUFFER_NBYTES, FRAME_NBYTES, Counts, Fsync, Head, Segment
 from hypercache.store.disk_read import Reader
 from hypercache.store.disk_records import Write, put, put_again, put_removal
 from hypercache.store.disk_restore import Found, identify, load, mend
@@ -221,6 +221,11 @@ class Disk:
         return self._head
 
     # -- writing
+
+    @property
+    def batch_nbytes(self) -> int:
+        """Records that should be written at once: always fits when :meth:`overfull` of as many says None."""
+        return min(BUFFER_NBYTES, self.segment_nbytes // 4)
 
     def keeps(self, info: NamespaceInfo) -> bool:
         """Whether blocks of a namespace can be written: their form has a record, and that fits a segment."""

@@ -195,10 +195,15 @@ class Files:
 
     def create(self, number: int) -> int:
         """A new segment, open for writing. Raises FileExistsError, or another OSError."""
-        return self._open(segment_name(number), os.O_RDWR | os.O_CREAT | os.O_EXCL)
+        with self._mutex:
+            return self._open(segment_name(number), os.O_RDWR | os.O_CREAT | os.O_EXCL)
 
     def open(self, number: int, flags: int = os.O_RDONLY) -> int:
         """A segment that is there. Raises FileNotFoundError if it is no regular file any more, or OSError."""
+        with self._mutex:
+            return self._open_regular(number, flags)
+
+    def _open_regular(self, number: int, flags: int) -> int:
         fd = self._open(segment_name(number), flags)
         if not stat.S_ISREG(os.fstat(fd).st_mode):
             os.close(fd)
@@ -207,12 +212,16 @@ class Files:
 
     def _open(self, name: str, flags: int) -> int:
         flags |= os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
-        try:
-            return self.system.open(name, flags, 0o600, dir_fd=self._dir)
-        except OSError as error:
-            if error.errno == errno.ELOOP:
-                raise FileNotFoundError(errno.ENOENT, "a link lies there", name) from None
-            raise
+        while True:
+            try:
+                return self.system.open(name, flags, 0o600, dir_fd=self._dir)
+            except OSError as error:
+                if error.errno == errno.ELOOP:
+                    raise FileNotFoundError(errno.ENOENT, "a link lies there", name) from None
+                idle = next((one for one in self._handles.values() if not one.users), None)
+                if error.errno not in (errno.EMFILE, errno.ENFILE) or idle is None:
+                    raise
+                self._doom(idle)  # connections took the rest
 
     def quarantine(self, number: int) -> None:
         """Raises OSError."""
@@ -237,7 +246,7 @@ class Files:
                 raise closed(self.path)
             handle = self._handles.get(number)
             if handle is None:
-                handle = Handle(number, self._open_to_read(number))
+                handle = Handle(number, self._open_regular(number, os.O_RDONLY))
                 self._handles[number] = handle
                 self._count += 1
                 self._trim()
@@ -245,16 +254,6 @@ class Files:
                 self._handles.move_to_end(number)
             handle.users += 1
             return handle
-
-    def _open_to_read(self, number: int) -> int:
-        while True:
-            try:
-                return self.open(number)
-            except OSError as error:
-                idle = next((one for one in self._handles.values() if not one.users), None)
-                if error.errno not in (errno.EMFILE, errno.ENFILE) or idle is None:
-                    raise
-                self._doom(idle)
 
     def _trim(self) -> None:
         while len(self._handles) > OPEN_FILES:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 import os
 import subprocess
@@ -39,6 +38,7 @@ from .disk_kit import (
 )
 
 PLAIN = plain()
+ROOT = Path(__file__).parents[2]
 
 
 # -- bytes
@@ -386,6 +386,27 @@ def test_who_makes_no_room_is_refused(tmp_path: Path) -> None:
     disk.close()
 
 
+def test_a_batch_of_the_right_size_always_fits(tmp_path: Path) -> None:
+    """In the smallest directory that is allowed, and with as much moved as is."""
+    disk = fresh(tmp_path / "l3", 2 * SEGMENT)
+    info = plain("one page", (1,))
+    count = disk.batch_nbytes // record_nbytes(info)
+    live: list[int] = []
+    for first in range(0, 40 * count, count):
+        while (oldest := disk.overfull(disk.batch_nbytes)) is not None:
+            old = [where for where in live if number_of(where) == oldest]
+            live = [where for where in live if number_of(where) != oldest]
+            keep = old[: SEGMENT // 2 // record_nbytes(info)]
+            moved = disk.move(keep)
+            assert min(moved, default=0) >= 0
+            live += moved
+            disk.drop(oldest)
+        live += disk.write(items(info, first, count))
+        assert du(tmp_path / "l3") <= disk.stats().bytes_files <= disk.capacity
+    assert disk.stats().records >= 2 * count
+    disk.close()
+
+
 def test_usage_and_a_smaller_capacity_are_known_after_a_restart(tmp_path: Path) -> None:
     disk = fresh(tmp_path / "l3", 8 * SEGMENT)
     disk.write(items(PLAIN, 0, 100))
@@ -594,29 +615,27 @@ def test_open_files_are_bounded(tmp_path: Path) -> None:
 
 
 def test_descriptors_that_run_out(tmp_path: Path) -> None:
-    """Files that nobody reads just now are closed for those that are asked for."""
-
-    class Few(System):
-        opened = 0
-
-        def open(self, *args, **names):
-            self.opened += 1
-            if self.opened > 3:
-                self.opened = 2  # the next one works, once another is closed
-                raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
-            return os.open(*args, **names)
-
-    info = plain("large", (100 * KIB,))
-    writer = fresh(tmp_path / "l3")
-    places = writer.write(items(info, 0, 6))
-    writer.close()
-    system = System()
-    disk = fresh(tmp_path / "l3", system=system)
-    system.open = Few().open
+    """Files that nobody reads just now are closed for those that are needed."""
+    code = f"""
+import os, resource
+from tests.store.test_disk import *
+info = plain("large", (100 * KIB,))
+disk = fresh(Path({str(tmp_path / "l3")!r}), 64 * MIB)
+places = disk.write(items(info, 0, 40))
+free = os.dup(0) + 4
+os.close(free - 4)
+resource.setrlimit(resource.RLIMIT_NOFILE, (free, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))
+for turn in range(2):
     for i, where in enumerate(places):
         assert get(disk, info, name(i), where) == expected(info, name(i))
-    assert disk.stats().open_files < 6
-    disk.close()
+    places += disk.write(items(info, 40 + 9 * turn, 9))
+assert disk.stats().segments == 58
+assert disk.stats().open_files <= 3 + 4
+disk.close()
+"""
+    command = [sys.executable, "-c", code]
+    child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert child.returncode == 0, child.stderr
 
 
 def test_numbers_can_be_shown(tmp_path: Path) -> None:

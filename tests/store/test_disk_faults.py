@@ -163,13 +163,14 @@ def test_files_that_may_not_grow(tmp_path: Path) -> None:
 import resource
 from pathlib import Path
 from tests.store.test_disk_faults import *
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, resource.RLIM_INFINITY))
+most = resource.getrlimit(resource.RLIMIT_FSIZE)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, most[1]))
 disk = fresh(Path({str(tmp_path / "l3")!r}), 64 * MIB)
 written, error = fill(disk)
 assert error.reason == "full", error
 assert "file size limit" in str(error)
 check(disk, written)
-resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY,) * 2)
+resource.setrlimit(resource.RLIMIT_FSIZE, most)
 written |= dict(enumerate(disk.write(items(PLAIN, 1000, 30)), 1000))
 check(disk, written)
 disk.close()
