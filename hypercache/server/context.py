@@ -8,11 +8,13 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 from hypercache.store import BlockStore
+from hypercache.store.hot import Hot
 
 if TYPE_CHECKING:
     import structlog
 
     from hypercache.server.metrics import Metrics
+    from hypercache.server.tiers import Tiers
 
 MAX_REMEMBERED = 4096
 
@@ -26,6 +28,8 @@ class Context:
     max_payload: int
     lease_limit_s: float
     draining: bool = False
+    tiers: Tiers | None = None  # where there is an L3
+    hot: Hot = field(default_factory=Hot)
     stored_in: OrderedDict[tuple[bytes, bytes], str] = field(default_factory=OrderedDict)
     open_layers: int = 0  # of all namespaces that sessions have open: what their handles cost
     _discard: memoryview = field(default_factory=lambda: memoryview(bytearray(64 << 10)))

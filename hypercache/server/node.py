@@ -9,7 +9,8 @@ import os
 import time
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import structlog
 
@@ -22,11 +23,12 @@ from hypercache.server.config import ServerConfig
 from hypercache.server.context import Context
 from hypercache.server.metrics import Metrics
 from hypercache.server.session import AGENT, Session
-from hypercache.store import BlockStore, MemoryUnavailable
+from hypercache.store import BlockStore, MemoryUnavailable, policy
 from hypercache.store.arena import MIN_CAPACITY
 
 HANDSHAKE_S = 5.0  # a connection that has not said HELLO by then is closed
 SWEEP_S = 0.1
+HOT_SHOWN = 20
 #: Kept back from the memory cap for sockets' staging, queues, the interpreter and its libraries.
 BUFFERS_SHARE, BUFFERS_MOST = 1 / 16, 128 << 20
 
@@ -69,10 +71,21 @@ class Node:
 
     def _open_store(self, capacity: int) -> BlockStore:
         """A store of ``capacity`` bytes, or of as much as the system gives: a small cache beats none."""
-        lease_s, stall_s = self.config.lease_limit_s, self.config.store_stall_s
+        config = self.config
         while True:
             try:
-                return BlockStore(capacity, lease_limit_s=lease_s, store_stall_s=stall_s)
+                return BlockStore(
+                    capacity,
+                    lease_limit_s=config.lease_limit_s,
+                    store_stall_s=config.store_stall_s,
+                    policy=policy.get(
+                        config.policy,
+                        **({"half_life_s": config.lrfu_half_life_s} if config.policy == "lrfu" else {}),
+                    ),
+                    pin_limit_s=config.pin_limit_s,
+                    pin_share=config.pin_share,
+                    disk=config.l3_capacity if config.l3_dir else 0,
+                )
             except MemoryUnavailable as error:
                 if capacity // 2 < MIN_CAPACITY:
                     raise
@@ -89,8 +102,10 @@ class Node:
         return self._admin.address if self._admin else ""
 
     async def start(self) -> None:
-        """Bind everything, or nothing. Raises AddressError and FabricUnavailable."""
+        """Take over the disk tier and bind everything, or nothing. Raises ConfigError, AddressError and
+        FabricUnavailable."""
         try:
+            await self._open_tiers()
             for uri in self.config.listen:
                 try:
                     self._listeners.append(await fabric_for(uri, self._limits).listen(uri, self._accept))
@@ -105,8 +120,27 @@ class Node:
             asyncio.create_task(self._sweep(), name="sweep"),
             asyncio.create_task(self.metrics.sample_lag(), name="loop lag"),
         ]
+        if self._context.tiers is not None:
+            self._context.tiers.start()
         self._ready = self._served = True
         self._log.info("ready", uris=list(self.uris), admin=self.admin_address, memory=self.config.memory)
+
+    async def _open_tiers(self) -> None:
+        """The disk tier, where there is to be one: its lock, and what it has kept."""
+        config = self.config
+        if not config.l3_dir:
+            return
+        from hypercache.server.tiers import Tiers  # with them come codecs and a compiler
+        from hypercache.store.disk import Disk, Fsync
+
+        disk = Disk(
+            Path(config.l3_dir),
+            capacity=config.l3_capacity,
+            segment_nbytes=config.l3_segment,
+            fsync=cast("Fsync", config.l3_fsync),
+        )
+        self._context.tiers = Tiers(self._store, disk, clock=time.monotonic, log=self._log)
+        await self._context.tiers.restore()
 
     async def drain(self) -> None:
         """Readiness off, accept no more, let running streams end within ``drain_s``, then stop."""
@@ -137,6 +171,9 @@ class Node:
         self._tasks = []
         if self._admin is not None:
             await self._admin.close()
+        tiers, self._context.tiers = self._context.tiers, None
+        if tiers is not None:
+            await tiers.close(self.config.drain_s, purge=self.config.l3_on_exit == "purge")
         self._store.close()
         if self._served:
             self._log.info("stopped")
@@ -153,6 +190,8 @@ class Node:
             "max_connections": self._most,
             "memory_bytes": self.config.memory,
             "store": self._store_numbers(),
+            "hot": self._context.hot.top(HOT_SHOWN, time.monotonic()),
+            **({} if self._context.tiers is None else {"l3": self._context.tiers.numbers()}),
             "loop_lag": self.metrics.lag(),
             "counters": self.metrics.snapshot(),
         }

@@ -10,6 +10,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
@@ -21,7 +23,7 @@ from hypercache.keys import BLOCK_SIZES, HASH_VERSION, SEAL_NBYTES, context_name
 from hypercache.protocol import ErrorCode, Op
 from hypercache.server.context import Context
 from hypercache.server.streams import FetchStream, PutSink, StoreStream
-from hypercache.store import Namespace, NamespaceInfo, Run
+from hypercache.store import Lease, Namespace, NamespaceInfo, Run
 
 AGENT = "hypercache-serve/0.1.0"
 MAX_STREAMS = 256  # fetches and stores in flight on one channel
@@ -29,6 +31,7 @@ MAX_HANDLES = 256
 MAX_OPEN_LAYERS = 1 << 20  # of all sessions' handles: about 100 MB
 MIN_FRAME_BYTES = 64 << 10
 LINGER_S = 10.0
+HOT_BLOCKS = 512  # of one fetch are counted as used: about a third of a millisecond
 _CODES: tuple[tuple[type[HyperCacheError], ErrorCode], ...] = (
     (SpecError, ErrorCode.SPEC),
     (TooLarge, ErrorCode.TOO_LARGE),
@@ -41,6 +44,17 @@ class _Refusal(Exception):
     def __init__(self, code: ErrorCode, message: str) -> None:
         super().__init__(message)
         self.code = code
+
+
+@dataclass(eq=False, slots=True)
+class _Loading:
+    """A fetch whose answer waits until its blocks lie in memory. asked: blocks of its causal run."""
+
+    namespace: Namespace
+    lease: Lease
+    message: protocol.Fetch
+    deadline: float
+    asked: int
 
 
 class Session:
@@ -61,12 +75,14 @@ class Session:
         self._handles: list[Namespace] = []
         self._fetches: dict[int, FetchStream] = {}
         self._stores: dict[int, StoreStream] = {}
+        self._loading: dict[int, _Loading] = {}  # fetches that wait for the disk
+        self._removing = 0  # removals that the disk is taking note of
         self._lingering: list[FetchStream] = []  # over, but the channel still sends from their memory
         self._refusals = 0
 
     @property
     def busy(self) -> bool:
-        return bool(self._fetches or self._stores)
+        return bool(self._fetches or self._stores or self._loading or self._removing)
 
     # --- channel events
 
@@ -117,6 +133,10 @@ class Session:
             self._finish_store(frame.request_id)
 
     def on_cancel(self, channel: Channel, request_id: int) -> None:
+        loading = self._loading.pop(request_id, None)
+        if loading is not None:
+            self.context.store.release(loading.lease)
+            self.context.metrics.request("fetch", "cancelled")
         fetch = self._fetches.get(request_id)
         if fetch is not None:
             channel.remove_source(fetch)
@@ -150,6 +170,12 @@ class Session:
         for fetch in list(self._fetches.values()):
             if now > fetch.deadline:
                 channel.add_source(fetch)  # its next frame is the error
+        for request_id, loading in list(self._loading.items()):
+            if now > loading.deadline:
+                del self._loading[request_id]
+                self.context.store.release(loading.lease)
+                self.context.metrics.request("fetch", "deadline")
+                self._refuse(channel, request_id, ErrorCode.DEADLINE, "the disk did not answer in time")
         for fetch in [fetch for fetch in self._lingering if not fetch.lent]:
             self._lingering.remove(fetch)
         if any(now > fetch.ended_at + LINGER_S for fetch in self._lingering):
@@ -166,6 +192,7 @@ class Session:
     def _end_streams(self) -> None:
         """All transfers end here and now; their memory is free as soon as the channel has let go of it."""
         self.context.store.drop_owner(self)  # all at once, so that it is done in steps
+        self._loading.clear()
         for fetch in list(self._fetches.values()):
             self.channel.remove_source(fetch)
             fetch.cancel()
@@ -203,17 +230,11 @@ class Session:
                 self.context.metrics.request("contains", "ok")
                 self._answer(channel, request_id, protocol.Contained(bytes(present)))
             case protocol.Evict():
-                namespace, digests = self._request(message.handle, message.digests)
-                removed = self.context.store.evict(namespace, digests)
-                nbytes = removed * sum(namespace.info.chunk_nbytes)
-                self.context.metrics.request("evict", "ok")
-                self._answer(channel, request_id, protocol.Removed(removed, nbytes))
+                self._evict(channel, request_id, message)
             case protocol.Hint():
                 self._hint(channel, request_id, message)
             case protocol.Clear():
-                blocks, nbytes = self.context.store.clear(self._namespace(message.handle))
-                self.context.metrics.request("clear", "ok")
-                self._answer(channel, request_id, protocol.Removed(blocks, nbytes))
+                self._clear(channel, request_id, message)
             case _:
                 raise ProtocolError(f"{type(message).__name__} is not a request")
         return None
@@ -333,24 +354,48 @@ class Session:
         now = self.context.clock()
         seconds = min(max(message.deadline_ms, 1) / 1000, self.context.lease_limit_s)
         lease = self.context.store.lease(namespace, digests, self, seconds, now, message.chains)
+        loading = _Loading(namespace, lease, message, now + seconds, len(digests))
+        tiers = self.context.tiers
+        if tiers is None or lease.ready:
+            self._send(channel, request_id, loading)
+            return
+        self._loading[request_id] = loading
+        tiers.load(lease, partial(self._loaded, channel, request_id, loading))
+
+    def _loaded(self, channel: Channel, request_id: int, loading: _Loading) -> None:
+        """What there is of a fetch's blocks lies in memory now."""
+        if self._loading.get(request_id) is not loading:
+            return  # cancelled, too late, or the client is gone
+        del self._loading[request_id]
+        try:
+            self._send(channel, request_id, loading)
+        except FabricError as error:
+            channel.abort(error)
+
+    def _send(self, channel: Channel, request_id: int, loading: _Loading) -> None:
+        lease, message, namespace = loading.lease, loading.message, loading.namespace
+        lease.settle()
         hit, *chains = lease.counts
         self.context.metrics.fetch_started(
-            asked=len(digests),
+            asked=loading.asked,
             hit=hit,
             modular_asked=sum([count for _, count in message.chains]),
             modular_hit=sum(chains),
         )
+        label, clock = namespace.info.label, self.context.clock()
+        for block in lease.blocks[:HOT_BLOCKS]:
+            self.context.hot.use(label, block.digest, 1, clock)
         self._answer(channel, request_id, protocol.Fetching(hit, tuple(chains)))
         stream = FetchStream(
             self.context.store,
             namespace,
             lease,
             request_id,
-            layers=range(first, stop) if lease.blocks else range(0),
+            layers=range(*message.layers) if lease.blocks else range(0),
             frame_bytes=min(
                 max(message.frame_bytes, MIN_FRAME_BYTES), protocol.MAX_FRAME_BYTES, self.context.max_payload
             ),
-            deadline=now + seconds,
+            deadline=loading.deadline,
             clock=self.context.clock,
             finished=self._fetch_finished,
         )
@@ -405,6 +450,47 @@ class Session:
         self.context.metrics.request("hint", "ok")
         self._answer(channel, request_id, protocol.Hinted(blocks, pinned, int(seconds * 1000)))
 
+    def _evict(self, channel: Channel, request_id: int, message: protocol.Evict) -> None:
+        namespace, digests = self._request(message.handle, message.digests)
+        self._admit(request_id)
+        # What is asked for may be on the disk although nobody knows of it any more.
+        recorded = list(digests) if self.context.tiers else None
+        removed = self.context.store.evict(namespace, digests, recorded)
+        self.context.metrics.request("evict", "ok")
+        answer = protocol.Removed(removed, removed * sum(namespace.info.chunk_nbytes))
+        self._remove(channel, request_id, namespace, recorded, answer)
+
+    def _clear(self, channel: Channel, request_id: int, message: protocol.Clear) -> None:
+        namespace = self._namespace(message.handle)
+        self._admit(request_id)
+        answer = protocol.Removed(*self.context.store.clear(namespace))
+        self.context.metrics.request("clear", "ok")
+        self._remove(channel, request_id, namespace, None, answer)
+
+    def _remove(
+        self,
+        channel: Channel,
+        request_id: int,
+        namespace: Namespace,
+        digests: list[bytes] | None,
+        answer: protocol.Removed,
+    ) -> None:
+        """Answer when blocks that are gone cannot come back with a restart either."""
+        if self.context.tiers is None:
+            self._answer(channel, request_id, answer)
+            return
+        self._removing += 1
+
+        def done(problem: str) -> None:
+            self._removing -= 1
+            if problem:
+                self._refuse(channel, request_id, ErrorCode.BUSY, problem)
+                return
+            with contextlib.suppress(FabricError):  # it is gone, and so is who asked
+                self._answer(channel, request_id, answer)
+
+        self.context.tiers.remove(namespace.info.digest, digests, done)
+
     def _put(self, frame: Frame, message: protocol.Put) -> Sink | None:
         stream = self._stores.get(frame.request_id)
         if stream is None:  # refused, finished or cancelled while this was on its way
@@ -437,11 +523,12 @@ class Session:
         return self._namespace(handle), protocol.split_digests(joined, least=least)
 
     def _admit(self, request_id: int) -> None:
-        if request_id in self._fetches or request_id in self._stores:
+        if request_id in self._fetches or request_id in self._stores or request_id in self._loading:
             raise ProtocolError(f"request id {request_id} is already in use")
         if self.context.draining:
             raise _Refusal(ErrorCode.DRAINING, "the server is shutting down")
-        if len(self._fetches) + len(self._stores) >= MAX_STREAMS:
+        streams = len(self._fetches) + len(self._stores) + len(self._loading) + self._removing
+        if streams >= MAX_STREAMS:
             raise _Refusal(ErrorCode.BUSY, f"more than {MAX_STREAMS} transfers in flight on one channel")
 
     def _answer(self, channel: Channel, request_id: int, message: protocol.Message) -> None:

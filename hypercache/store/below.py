@@ -67,6 +67,13 @@ class Below:
         """Blocks that wait for being written."""
         return 0 if self._room.dirty is None else len(self._room.dirty)
 
+    @property
+    def hurry(self) -> bool:
+        """What comes next will take the place of blocks that wait for being written."""
+        arena, room = self._room.arena, self._room
+        waiting = self.dirty * (room.warm_nbytes // max(room.warm, 1))
+        return waiting > max(0, arena.nbytes - arena.used)
+
     def keeps(self, info: NamespaceInfo) -> bool:
         """Whether blocks of a namespace can be written to L3."""
         try:
@@ -96,7 +103,7 @@ class Below:
                 continue
             self._room.clean(block)
             block.record = WRITING
-            hold(block)
+            self._hold(block)
             self.writing += 1
             taken.append(block)
             nbytes += block.tree.space.nbytes
@@ -114,7 +121,7 @@ class Below:
                 else:
                     self.damaged_total += 1
                     self._remove(block, "its bytes in memory are damaged")
-            self._room.drop_hold(block)
+            self._drop(block)
 
     def undone(self, blocks: Sequence[Block]) -> None:
         """``blocks`` were not written: they wait again."""
@@ -123,13 +130,21 @@ class Below:
             block.record = UNWRITTEN
             if block.state == COMMITTED and block.tree.live:
                 self._room.soil(block)
-            self._room.drop_hold(block)
+            self._drop(block)
+
+    def _hold(self, block: Block) -> None:
+        block.tree.busy += 1
+        hold(block)
+
+    def _drop(self, block: Block) -> None:
+        block.tree.busy -= 1
+        self._room.drop_hold(block)
 
     # -- L3 -> L2
 
     def recall(self, lease: Lease, limit_nbytes: int) -> tuple[list[Recall], list[Recall]]:
-        """What is to be read so that all of ``lease`` can be: in pieces of about so many bytes, and those that
-        others have begun. Takes slots; where there is none left, the lease will turn out shorter."""
+        """What is to be read so that all of ``lease`` can be: in pieces of about so many bytes, and those
+        that others have begun. Takes slots; where there is none left, the lease will turn out shorter."""
         fresh: list[Recall] = []
         joined: dict[Recall, None] = {}
         for block in lease.blocks:
@@ -150,11 +165,11 @@ class Below:
             recall.chunks.append([arena.view(block.slab, block.slot, *span) for span in spans])
             recall.nbytes += space.nbytes
             block.loading = recall
-            hold(block)
+            self._hold(block)
             self.loading += 1
         return fresh, [recall for recall in joined if recall not in fresh]
 
-    def recalled(self, recall: Recall, results: Sequence[array[int] | None], now: float) -> None:
+    def recalled(self, recall: Recall, results: Sequence[array[int] | None]) -> None:
         """``recall`` is over: each block's checksums, or None where L3 has it no more, or damaged."""
         for block, was, crcs in zip(recall.blocks, recall.places, results, strict=True):
             self.loading -= 1
@@ -164,7 +179,7 @@ class Below:
                 block.crcs, block.loading = crcs, None
                 self._room.heat(block, 1)
                 self.promoted_total += 1
-                self.admitted_total += self._policy.admit(block, now)
+                self.admitted_total += self._policy.admit(block, block.used)  # told by the lease
             elif block.record not in (was, UNWRITTEN):  # it was moved while it was read
                 block.loading = None
                 self._room.unplace(block)
@@ -172,7 +187,7 @@ class Below:
                 block.record = UNWRITTEN
                 self.damaged_total += 1
                 self._remove(block, "L3 has it no more")
-            self._room.drop_hold(block)
+            self._drop(block)
         recall.chunks = []
 
     # -- the directory's turn

@@ -81,7 +81,7 @@ class Lease(Hold):
     @property
     def ready(self) -> bool:
         """Whether all its blocks can be read from where they lie."""
-        return all([block.slot >= 0 and block.loading is None for block in self.blocks])
+        return all(block.ready for block in self.blocks)
 
     def settle(self) -> None:
         """What of it cannot be read (it did not come from L3) is no longer part of it: of the first chain,

@@ -1,8 +1,8 @@
 """The causal index: who is whose prefix, what is visible, what is held, and in which tiers it lies.
 
 A block is kept only together with its whole prefix, be it in memory or on disk. Holding a block (a lease, an
-open reservation) holds its ancestors with it: ``held`` counts the holds on the block itself and its children that are held, so one
-step up the chain is enough as soon as an ancestor is held already.
+open reservation) holds its ancestors with it: ``held`` counts the holds on the block itself and its children
+that are held, so one step up the chain is enough as soon as an ancestor is held already.
 """
 
 from __future__ import annotations
@@ -99,8 +99,9 @@ class Block:
     """Node of the tree and owner of one slot, which it gets when its first bytes come: ``slot`` is -1 before,
     and ``slab`` one that is nowhere. ``record`` is its place in L3 (see hckv_file.place), or UNWRITTEN or
     WRITING; a visible block with a record and no slot is *cold*. ``crcs[layer]`` is the checksum of what lies
-    in its slot (uint32); ``depth`` blocks stand before it in its prompt. ``fingerprint`` and ``modular`` (16 bytes) are its writer's mark, 0
-    and b"" without one; ``newer`` and ``older`` link it while the modular index has it."""
+    in its slot (uint32); ``depth`` blocks stand before it in its prompt. ``fingerprint`` and ``modular``
+    (16 bytes) are its writer's mark, 0 and b"" without one; ``newer`` and ``older`` link it while the modular
+    index has it."""
 
     __slots__ = (
         "bias",

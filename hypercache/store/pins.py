@@ -47,8 +47,8 @@ class Pins:
         return [pin.block for pin in self._pins.values()]
 
     def pin(self, run: Sequence[Block], owner: Hashable, seconds: float, now: float) -> tuple[int, float]:
-        """Pin the run, or as much of its beginning as there is room for. Returns its blocks, and for how long.
-        A run that the owner has pinned already gets the new time."""
+        """Pin the run, or as much of its beginning as there is room for. Returns how many blocks are pinned,
+        and for how long. A run that the owner has pinned already gets the new time."""
         seconds = min(seconds, self.limit_s)
         count = len(run)
         while count:
@@ -61,6 +61,7 @@ class Pins:
             mine = self._owned.get(owner, 0)
             spare = min(self.limit_nbytes - self.nbytes, self.limit_nbytes // OWNER_SHARE - mine)
             if pin.nbytes <= spare and len(self._pins) < MOST_PINS:
+                block.tree.busy += 1
                 hold(block)
                 self._pins[owner, block] = pin
                 self._owned[owner] = mine + pin.nbytes
@@ -92,4 +93,5 @@ class Pins:
         self._owned[owner] -= pin.nbytes
         if not self._owned[owner]:
             del self._owned[owner]
+        pin.block.tree.busy -= 1
         self._room.ending.append(pin.block)

@@ -76,6 +76,13 @@ def untouched(kv: KVBuffers, first: int, stop: int) -> bool:
     )
 
 
+def floats(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    """K/V as float64; uint16 is bf16."""
+    if array.dtype == np.uint16:
+        return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return array.astype(np.float64)
+
+
 def tokens_of(seed: int, count: int) -> np.ndarray[Any, Any]:
     return np.random.default_rng(seed).integers(0, 50_000, count).astype(np.int64)
 

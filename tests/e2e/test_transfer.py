@@ -17,6 +17,7 @@ from .conftest import (
     Connect,
     Node,
     fill,
+    floats,
     make_spec,
     poisoned,
     running_node,
@@ -101,12 +102,6 @@ async def test_lossy_codecs_stay_within_their_bounds(connect: Connect, codec: st
             a, b = floats(true[:, :64]), floats(got)
             cosine = float((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum()))
             assert cosine > {"fp8": 0.999, "int8": 0.9999, "int4": 0.99, "int4-plain": 0.99}[codec]
-
-
-def floats(array: np.ndarray) -> np.ndarray:
-    if array.dtype == np.uint16:
-        return (array.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return array.astype(np.float64)
 
 
 @pytest.mark.parametrize("start", [0, 16, 40, 48, 63])

@@ -20,7 +20,7 @@ from hypothesis.stateful import (
 )
 
 from hypercache.errors import StoreFull
-from hypercache.store import BlockStore, HoldEnded, Lease, Reservation, Skip
+from hypercache.store import Block, BlockStore, HoldEnded, Lease, Reservation, Skip
 from hypercache.store.modular import find
 
 from .kit import MIB, audit, info, intact, write_layer
@@ -98,7 +98,7 @@ class Machine(RuleBasedStateMachine):
 
     @initialize()
     def start(self) -> None:
-        self.store = BlockStore(4 * MIB, lease_limit_s=LEASE, store_stall_s=STALL)
+        self.store = self.make()
         self.now = 0.0
         self.spaces = {key: self.store.open_namespace(info(key, c, SIZE)) for key, c in SPACES.items()}
         self.parents: dict[tuple[str, bytes], bytes | None] = {}
@@ -107,6 +107,12 @@ class Machine(RuleBasedStateMachine):
         self.opened: list[Lease] = []
         self.pins: list[Lease | Reservation] = []
         self.evicted = 0
+
+    def make(self) -> BlockStore:
+        return BlockStore(4 * MIB, lease_limit_s=LEASE, store_stall_s=STALL)
+
+    def moving(self) -> list[Block]:
+        return []
 
     def visible(self) -> set[tuple[str, bytes]]:
         out = set()
@@ -212,7 +218,7 @@ class Machine(RuleBasedStateMachine):
     @rule(item=reservations)
     def abort(self, item):
         space, reservation = item
-        was_open = reservation.open
+        was_open = reservation.open and reservation.block.tree.live  # or it is of before a clear
         self.store.abort(reservation)
         if was_open:
             self.drop(space, reservation.digest)
@@ -372,7 +378,7 @@ class Machine(RuleBasedStateMachine):
     def identities(self):
         if not hasattr(self, "store"):
             return
-        audit(self.store, self.pins)
+        audit(self.store, self.pins, self.moving())
         visible = self.visible()
         assert self.store.stats().blocks == len(visible)
         for key, space in self.spaces.items():
@@ -399,7 +405,7 @@ class Machine(RuleBasedStateMachine):
             return
         for lease in self.opened:
             if lease.open or lease.pins:
-                assert intact(self.store, lease.blocks)
+                assert intact(self.store, [block for block in lease.blocks if block.ready])
         self.opened = [lease for lease in self.opened if lease.open or lease.pins]
 
     @rule()

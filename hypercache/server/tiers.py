@@ -1,0 +1,296 @@
+"""Moves blocks between a node's store (L2) and its directory (L3), in the background.
+
+The store says what is to be moved, the disk moves it, and nothing here waits for either: one thread writes,
+several read, and what happens to the store happens in the event loop. Jobs of the writing thread run in the
+order in which they were given, so that a removal can never be overtaken by what it removes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+from array import array
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import TYPE_CHECKING, Any, Final
+
+from hypercache.errors import HyperCacheError
+from hypercache.server.worker import Workers
+from hypercache.store import BlockStore, Lease
+from hypercache.store.below import Below, Recall
+from hypercache.store.disk import Damaged, Disk, DiskFault, Write
+
+if TYPE_CHECKING:
+    import structlog
+
+    from hypercache.store import Block
+
+WRITE_NBYTES: Final = 4 << 20  # of blocks in memory that are written at once
+READ_NBYTES: Final = 2 << 20  # that one reading thread fetches before it tells
+READERS: Final = 4
+MOVE_BLOCKS: Final = 64
+IDLE_S: Final = 0.05
+RETRY_S, RETRY_MOST_S = 0.5, 10.0
+WRITER_NICE: Final = 10
+MOST_REMOVALS: Final = 1024  # that wait for a disk which does not take them
+
+Removed = Callable[[str], None]  # "" or why it may come back
+
+
+class Tiers:
+    """What a server with an L3 has beside its store. Only for use in the event loop."""
+
+    def __init__(
+        self,
+        store: BlockStore,
+        disk: Disk,
+        *,
+        clock: Callable[[], float],
+        log: structlog.typing.FilteringBoundLogger,
+    ) -> None:
+        assert store.below is not None
+        self._store = store
+        self._below: Below = store.below
+        self._disk = disk
+        self._clock = clock
+        self._log = log
+        self._writer = Workers("L3 writer", 1, WRITER_NICE)
+        self._readers = Workers("L3 reader", READERS)
+        self._waiting: dict[Recall, list[_Wait]] = {}
+        self._owed: list[tuple[bytes, list[bytes] | None]] = []  # removals that the disk did not take
+        self._task: asyncio.Task[None] | None = None
+        self._closing = False
+        self.paused = ""  # why nothing is written
+        self.faults_total = 0
+        self.pauses_total = 0
+        self.reclaimed_total = 0  # segments
+        self.loads_failed_total = 0
+
+    # -- start and end
+
+    async def restore(self) -> None:
+        """Take over what the directory holds. Nobody may use the store meanwhile."""
+        began = self._clock()
+        lost = await self._writer.call(self._restore)
+        stats = self._store.stats()
+        self._log.info(
+            "L3 restored", blocks=stats.blocks, orphans=lost, seconds=round(self._clock() - began, 3)
+        )
+
+    def _restore(self) -> int:
+        for number, contents in self._disk.restore():
+            for _ in self._below.adopt(number, contents, self._clock()):
+                pass
+        return self._below.adopted()
+
+    def start(self) -> None:
+        self._task = asyncio.create_task(self._demote(), name="L3 demotion")
+
+    async def close(self, limit_s: float, *, purge: bool) -> None:
+        """Write what is still to be written, as far as ``limit_s`` go, and let go of the directory."""
+        self._closing = True
+        if self._task is not None:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(0 if purge else limit_s):
+                    await self._task
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        self._writer.submit(partial(self._disk.close, purge=purge), self._closed)
+        quiet = [await workers.close(max(limit_s, 1.0)) for workers in (self._readers, self._writer)]
+        if not all(quiet):
+            self._log.error("L3 does not answer; left as it is", directory=str(self._disk.directory))
+
+    def _closed(self, _: None, error: Exception | None) -> None:
+        if error is not None:
+            self._log.error("L3 was not closed cleanly", reason=str(error))
+
+    # -- L3 -> L2
+
+    def load(self, lease: Lease, ready: Callable[[], None]) -> None:
+        """Fetch what of ``lease`` lies on disk alone; ``ready`` is called once all of that has come, or has
+        turned out to be lost."""
+        fresh, joined = self._below.recall(lease, READ_NBYTES)
+        wait = _Wait(len(fresh) + len(joined), ready)
+        for recall in joined:
+            self._waiting[recall].append(wait)
+        for recall in fresh:
+            self._waiting[recall] = [wait]
+            self._readers.submit(partial(self._read, recall), partial(self._loaded, recall))
+        if not wait.count:
+            ready()
+
+    def _read(self, recall: Recall) -> list[array[int] | None]:
+        found: list[array[int] | None] = []
+        for block, place, chunks in zip(recall.blocks, recall.places, recall.chunks, strict=True):
+            try:
+                crcs = self._disk.read(block.tree.space.info, block.digest, place, chunks)
+            except (Damaged, DiskFault) as error:
+                self._log.warning("L3 has a block no more", reason=str(error))
+                found.append(None)
+            else:
+                found.append(crcs)
+        return found
+
+    def _loaded(self, recall: Recall, found: list[array[int] | None] | None, error: Exception | None) -> None:
+        if error is not None:
+            self._log.exception("reading L3 failed", exc_info=error)
+        results = found or [None] * len(recall.blocks)
+        self.loads_failed_total += results.count(None)
+        self._below.recalled(recall, results)
+        for wait in self._waiting.pop(recall):
+            wait.count -= 1
+            if not wait.count:
+                wait.ready()
+
+    # -- removals
+
+    def remove(self, namespace: bytes, digests: Sequence[bytes] | None, done: Removed) -> None:
+        """Blocks, or all of a namespace, are gone from the store: see to it that they do not come back with a
+        restart. ``done`` is called when that is on the disk, or when it cannot be put there for now."""
+        what = None if digests is None else list(dict.fromkeys(digests))
+        job = partial(self._disk.remove, namespace, what)
+        self._writer.submit(job, partial(self._told, namespace, what, done))
+
+    def _told(
+        self,
+        namespace: bytes,
+        digests: list[bytes] | None,
+        done: Removed,
+        _: None,
+        error: Exception | None,
+    ) -> None:
+        if error is None:
+            done("")
+            return
+        self._pause(error)
+        if len(self._owed) < MOST_REMOVALS:
+            self._owed.append((namespace, digests))
+        done(f"gone, but the disk does not take note of it, and a restart may bring it back: {error}")
+
+    # -- L2 -> L3
+
+    async def _demote(self) -> None:
+        """Writes as long as there is anything to write: half of the time, unless memory runs out."""
+        retry = RETRY_S
+        while not (self._closing and not self._below.dirty):
+            try:
+                spent = await self._step()
+            except (HyperCacheError, OSError) as error:
+                self._pause(error)
+                if self._closing:
+                    return
+                await asyncio.sleep(retry)
+                retry = min(2 * retry, RETRY_MOST_S)
+                continue
+            except Exception as error:
+                self._log.exception("L3 demotion failed", exc_info=error)
+                await asyncio.sleep(RETRY_MOST_S)
+                continue
+            retry = RETRY_S
+            if self.paused:
+                self._log.info("L3 takes blocks again", after=self.paused)
+                self.paused = ""
+            if spent is None:
+                if self._closing:
+                    return
+                await asyncio.sleep(IDLE_S)
+            elif not self._closing and not self._below.hurry:
+                await asyncio.sleep(min(spent, 0.25))
+
+    async def _step(self) -> float | None:
+        """One batch. Returns the seconds it took; None: there is nothing to write."""
+        while self._owed:
+            namespace, digests = self._owed[0]
+            await self._writer.call(partial(self._disk.remove, namespace, digests))
+            self._owed.pop(0)
+        if not self._below.dirty:
+            return None
+        segment = await self._writer.call(partial(self._disk.overfull, 2 * WRITE_NBYTES))
+        if segment is not None:
+            await self._reclaim(segment)
+            return 0.0
+        blocks = self._below.demote(WRITE_NBYTES)  # and given to the writer before anything else happens
+        if not blocks:
+            return None
+        began = self._clock()
+        try:
+            places = await self._writer.call(partial(self._disk.write, [self._write(one) for one in blocks]))
+        except Exception:
+            self._below.undone(blocks)
+            raise
+        self._below.demoted(blocks, places)
+        return self._clock() - began
+
+    def _write(self, block: Block) -> Write:
+        layers = range(block.tree.space.layers)
+        return Write(
+            info=block.tree.space.info,
+            digest=block.digest,
+            parent=block.context,
+            depth=block.depth,
+            mark=block.marked,
+            crcs=block.crcs,
+            chunks=[self._store.chunk(block, layer) for layer in layers],
+        )
+
+    async def _reclaim(self, segment: int) -> None:
+        """The oldest segment gives its room back. What of it is used most is written again."""
+        contents = await self._writer.call(partial(self._disk.entries, segment))
+        keep: list[Block] = []
+        rest: list[Block] = []
+        for result in self._below.survey(segment, contents, self._disk.segment_nbytes // 2):
+            keep, rest = result
+            await asyncio.sleep(0)
+        for first in range(0, len(keep), MOVE_BLOCKS):
+            batch = [one for one in keep[first : first + MOVE_BLOCKS] if self._below.lies_in(one, segment)]
+            places = [one.record for one in batch]
+            moved = await self._writer.call(partial(self._disk.move, places))
+            self._below.moved(batch, places, moved)
+        for first in range(0, len(rest), MOVE_BLOCKS):
+            self._below.forget(
+                [b for b in rest[first : first + MOVE_BLOCKS] if self._below.lies_in(b, segment)]
+            )
+            await asyncio.sleep(0)
+        await self._writer.call(partial(self._disk.drop, segment))
+        self.reclaimed_total += 1
+
+    def _pause(self, error: Exception) -> None:
+        self.faults_total += 1
+        if not self.paused:
+            self.pauses_total += 1
+            self._log.error("L3 is paused; serving goes on from memory", reason=str(error))
+        self.paused = str(error)
+
+    # -- numbers
+
+    def numbers(self) -> dict[str, Any]:
+        """JSON-able; ``*_total`` only rise."""
+        below = self._below
+        return {
+            "state": "paused" if self.paused else "on",
+            "reason": self.paused,
+            "blocks_waiting": below.dirty,
+            "blocks_writing": below.writing,
+            "blocks_loading": below.loading,
+            "removals_owed": len(self._owed),
+            "demoted_total": below.demoted_total,
+            "promoted_total": below.promoted_total,
+            "admitted_total": below.admitted_total,
+            "damaged_total": below.damaged_total,
+            "loads_failed_total": self.loads_failed_total,
+            "reclaimed_total": self.reclaimed_total,
+            "faults_total": self.faults_total,
+            "pauses_total": self.pauses_total,
+            "disk": dataclasses.asdict(self._disk.stats()),
+        }
+
+
+class _Wait:
+    """Who waits for so many pieces."""
+
+    __slots__ = ("count", "ready")
+
+    def __init__(self, count: int, ready: Callable[[], None]) -> None:
+        self.count = count
+        self.ready = ready
