@@ -210,6 +210,7 @@ class Disk:
                     self._forget(number)
                 while self._bad:
                     self._drop_bad()
+                self._files.sync()
         except OSError as error:
             raise fault(self.directory, error) from error
         finally:
@@ -254,6 +255,9 @@ class Disk:
             head.commit()
         except OSError as error:
             raise self._undone(head, error, places) from error
+        except BaseException:
+            head.undo()
+            raise
         self._wanted = 0
         return places
 
@@ -274,7 +278,7 @@ class Disk:
             head.commit(durable=True)
         except OSError as error:
             raise self._undone(head, error, []) from error
-        except HckvError:
+        except BaseException:
             head.undo()
             raise
 
@@ -298,6 +302,9 @@ class Disk:
             head.commit()
         except OSError as error:
             raise self._undone(head, error, found) from error
+        except BaseException:
+            head.undo()
+            raise
         return found
 
     def sync(self) -> None:
@@ -398,8 +405,11 @@ class Disk:
         try:
             if segment == head.number:
                 head.seal()
+            elif self._fsync != "never":
+                head.sync()  # what was moved is on the disk before its old place goes
             if segment in self._segments:
                 self._forget(segment)
+                self._files.sync()  # a power cut must not bring it back after the next one is gone
         except OSError as error:
             raise fault(self.directory, error) from error
 

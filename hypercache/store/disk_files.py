@@ -63,7 +63,7 @@ class Damaged(HyperCacheError):
 def fault(path: Path, error: OSError) -> DiskFault:
     reason = _REASONS.get(error.errno or 0, "io")
     what = error.strerror or str(error)
-    return DiskFault(reason, f"L3 directory {path}: {what}; {_REMEDIES[reason]}")
+    return DiskFault(reason, f"L3, {path}: {what}; {_REMEDIES[reason]}")
 
 
 def closed(path: Path) -> DiskFault:
@@ -78,6 +78,7 @@ class System:
     pwritev = staticmethod(os.pwritev)
     ftruncate = staticmethod(os.ftruncate)
     fdatasync = staticmethod(os.fdatasync)
+    fsync = staticmethod(os.fsync)
     unlink = staticmethod(os.unlink)
 
 
@@ -235,7 +236,7 @@ class Files:
 
     def sync(self) -> None:
         """Names are on the disk then. Raises OSError."""
-        os.fsync(self._dir)
+        self.system.fsync(self._dir)
 
     # -- files that are read
 

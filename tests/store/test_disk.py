@@ -239,6 +239,16 @@ def test_a_removal_is_on_the_disk_and_the_rest_as_configured(tmp_path: Path, fsy
     disk.close()
 
 
+def test_what_was_moved_is_on_the_disk_before_its_old_place_goes(tmp_path: Path) -> None:
+    disk = fresh(tmp_path / "l3", fsync="interval", interval_s=1e6)
+    places = disk.write(items(PLAIN, 0, 20))
+    disk.move(places[:1])
+    before = disk.stats().fsyncs
+    disk.drop(number_of(places[0]))
+    assert disk.stats().fsyncs == before + 1
+    disk.close()
+
+
 def test_an_interval_that_is_over(tmp_path: Path) -> None:
     disk = fresh(tmp_path / "l3", fsync="interval", interval_s=0.0)
     for i in range(3):
@@ -636,6 +646,17 @@ disk.close()
     command = [sys.executable, "-c", code]
     child = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert child.returncode == 0, child.stderr
+
+
+def test_a_mistake_of_the_caller_leaves_nothing_behind(tmp_path: Path) -> None:
+    disk = fresh(tmp_path / "l3")
+    bad = replace(item(PLAIN, name(1)), mark=3)
+    with pytest.raises(TypeError):
+        disk.write([item(PLAIN, name(0)), bad])
+    [where] = disk.write(items(PLAIN, 2, 1))
+    assert get(disk, PLAIN, name(2), where) == expected(PLAIN, name(2))
+    assert disk.stats().records == 1
+    disk.close()
 
 
 def test_numbers_can_be_shown(tmp_path: Path) -> None:
