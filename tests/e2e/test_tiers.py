@@ -174,21 +174,17 @@ async def test_damage_is_a_miss_and_no_more(tmp_path: Path) -> None:
 
 async def test_many_readers_and_writers_through_a_memory_that_is_too_small(tmp_path: Path) -> None:
     """L01 with a disk: whatever moves where meanwhile, each fetch gets its own bytes or fewer of them."""
+
+    async def read(client: hypercache.Client, first: int) -> list[int]:
+        return [await get(client, seed) for seed in (*range(first, 24), *range(first))]
+
     async with tiered(tmp_path, memory=12 * MIB) as node:
-        async with asyncio.timeout(60):
-            async with client_of(node) as a, client_of(node) as b:
-                hits = 0
-
-                async def read(client: hypercache.Client, first: int) -> None:
-                    nonlocal hits
-                    for seed in (*range(first, 24), *range(first)):
-                        hits += await get(client, seed) // 16
-
-                for seed in range(24):
-                    await put(a, seed)
-                    await written(node)
-                await asyncio.gather(read(a, 0), read(b, 7), read(a, 15), read(b, 0))
-                assert hits > 4 * 24 * 4
+        async with asyncio.timeout(60), client_of(node) as a, client_of(node) as b:
+            for seed in range(24):
+                await put(a, seed)
+                await written(node)
+            found = await asyncio.gather(read(a, 0), read(b, 7), read(a, 15), read(b, 0))
+            assert sum(map(sum, found)) > 0.9 * 4 * 24 * HIT
         await until(lambda: node.status()["store"]["leases"] == 0)
         assert l3(node)["blocks_loading"] == 0
 
