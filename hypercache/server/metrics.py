@@ -43,6 +43,74 @@ SKIPPED = (*get_args(Reason), "corrupt", "aborted")
 _FAULTS = (ProtocolError, FrameError, BadMagic, FrameVersionMismatch, FrameTooLarge, FrameChecksum)
 PROTOCOL_ERRORS = ("NoHello", *(error.__name__ for error in _FAULTS))
 
+#: What the numbers of the store mean (StoreStats), and those of the disk tier (:func:`flat`).
+STORE_TEXTS = {
+    "capacity": "bytes that arena and index may take together",
+    "bytes_data": "bytes of the arena",
+    "bytes_used": "bytes of the arena's slots that have an owner, rounding included",
+    "bytes_stored": "bytes of visible blocks in the arena",
+    "bytes_held": "bytes of slots that leases, writers and pins keep in place",
+    "bytes_pinned": "bytes that clients have pinned, in memory or on disk",
+    "bytes_pinned_limit": "bytes that clients may pin",
+    "bytes_index": "bytes of the index, as charged",
+    "bytes_index_limit": "bytes that the index may have; then blocks go, from whatever tier",
+    "bytes_leases": "bytes that leases themselves take, beside the capacity",
+    "largest_free_run": "bytes of the arena's longest run of free regions",
+    "blocks": "visible blocks, in memory or on disk",
+    "blocks_cold": "visible blocks that are on disk alone",
+    "blocks_hidden": "blocks that are being written, wait for their prefix, or wait to be freed",
+    "index_per_block": "bytes of index for each block in it",
+    "namespaces": "namespaces that have blocks",
+    "pins": "runs of blocks that clients have pinned",
+    "leases": "holds of readers",
+    "reservations": "blocks that clients are writing",
+    "committed_total": "blocks that became visible by a store",
+    "cooled_total": "blocks that left memory while the disk has them",
+    "evicted_total": "visible blocks that went for room and are nowhere any more",
+    "removed_total": "visible blocks that clients removed, or that went with their namespace",
+    "aborted_total": "writers that ended without a block",
+    "stalled_total": "of these, writers that made no progress",
+    "expired_total": "leases that reached their time limit",
+}
+L3_TEXTS = {
+    "paused": "1 while the disk takes no blocks; /status and the log say why",
+    "blocks_waiting": "blocks in memory that the disk is to get",
+    "blocks_writing": "blocks that are being written to the disk now",
+    "blocks_loading": "blocks that are being read from the disk now",
+    "removals_owed": "removals that the disk has not taken note of; a restart may bring their blocks back",
+    "demoted_total": "blocks written to the disk",
+    "promoted_total": "blocks brought back to memory for a fetch",
+    "admitted_total": "of these, blocks that stay like others; the rest goes first again",
+    "damaged_total": "blocks given up since their bytes, in memory or on disk, are not what was stored",
+    "loads_failed_total": "blocks that a fetch wanted and the disk did not give",
+    "reclaimed_total": "segments whose room was used again",
+    "faults_total": "calls that the disk refused",
+    "pauses_total": "times that the tier paused",
+    "disk_bytes_files": "bytes of all files of the tier",
+    "disk_capacity": "bytes that they may have",
+    "disk_segments": "segment files",
+    "disk_records": "records in them, dead ones and removals included",
+    "disk_writes": "calls that wrote records",
+    "disk_bytes_written": "bytes of records written",
+    "disk_reads": "records read",
+    "disk_bytes_read": "bytes of records read and found intact",
+    "disk_damaged": "records that did not verify",
+    "disk_refused": "blocks that could not be made a record",
+    "disk_torn_bytes": "bytes cut off at start, behind the last intact record of a file",
+    "disk_fsyncs": "times that written bytes were forced to the disk",
+    "disk_quarantined": "files put aside as .bad, since nothing in them was intact",
+    "disk_foreign": "files in the directory that are not ours, as found at start",
+    "disk_unreadable": "segments that the disk did not let us read at start",
+    "disk_unsealed": "segments that the disk did not let us mend at start",
+    "disk_open_files": "files that the tier has open",
+    "disk_restore_s": "seconds that reading the directory took at start",
+    "disk_restored_blocks": "records of blocks found at start",
+}
+L3_TOTALS = frozenset(
+    f"disk_{name}"
+    for name in ("writes", "bytes_written", "reads", "bytes_read", "damaged", "refused", "fsyncs")
+)
+
 log = structlog.get_logger("hypercache.metrics")
 
 
@@ -103,12 +171,19 @@ class _Labels:
 
 
 class _Pulled(Collector):
-    """Gauges and counters read from the store when somebody asks."""
+    """Gauges and counters ``hypercache_PREFIX_NAME``, read from what a source says when somebody asks.
 
-    def __init__(self, owner: Metrics) -> None:
+    What is named in ``totals`` or ends in ``_total`` only grows and becomes a counter. Values that are no
+    numbers are passed over.
+    """
+
+    def __init__(self, owner: Metrics, prefix: str, texts: Mapping[str, str]) -> None:
         self._owner = owner
+        self._prefix = prefix
+        self._texts = texts
         self.source: Callable[[], Mapping[str, Any]] | None = None
         self.totals: frozenset[str] = frozenset()
+        owner.registry.register(self)
 
     def collect(self) -> Iterable[Metric]:
         if self.source is None:
@@ -121,8 +196,20 @@ class _Pulled(Collector):
         for name, value in values.items():
             if isinstance(value, bool) or not isinstance(value, int | float):
                 continue
-            family = CounterMetricFamily if name in self.totals else GaugeMetricFamily
-            yield family(f"hypercache_store_{name}", f"The store's {name.replace('_', ' ')}.", value)
+            rises = name in self.totals or name.endswith("_total")
+            family = CounterMetricFamily if rises else GaugeMetricFamily
+            text = self._texts.get(name, name.replace("_", " "))
+            yield family(f"hypercache_{self._prefix}_{name}", text[0].upper() + text[1:] + ".", value)
+
+
+def flat(numbers: Mapping[str, Any]) -> dict[str, Any]:
+    """The disk tier's numbers (``Tiers.numbers``, empty without one) as /metrics has them: those of the
+    directory as ``disk_*``, and ``paused`` 1 or 0 for the state, whose reason only /status tells."""
+    if not numbers:
+        return {}
+    own = {name: value for name, value in numbers.items() if name not in ("state", "reason", "disk")}
+    disk = {f"disk_{name}": value for name, value in numbers["disk"].items()}
+    return {"paused": int(numbers["state"] == "paused"), **own, **disk}
 
 
 class Metrics:
@@ -165,8 +252,9 @@ class Metrics:
             registry=self.registry,
         )
         self._recent_lag: deque[float] = deque(maxlen=LAG_WINDOW)
-        self._pulled = _Pulled(self)
-        self.registry.register(self._pulled)
+        self._store = _Pulled(self, "store", STORE_TEXTS)
+        self._l3 = _Pulled(self, "l3", L3_TEXTS)
+        self._l3.totals = L3_TOTALS
 
     def _count(
         self, name: str, text: str, labels: tuple[str, ...] = (), known: Iterable[tuple[str, ...]] = ()
@@ -241,10 +329,15 @@ class Metrics:
     def watch_store(self, stats: Callable[[], Mapping[str, Any]], *, totals: Iterable[str] = ()) -> None:
         """Export the numbers of ``stats()`` as ``hypercache_store_NAME``.
 
-        They are read at each scrape. Names in ``totals`` only grow and become counters.
+        They are read at each scrape. Names in ``totals``, and those in ``_total``, only grow and become
+        counters.
         """
-        self._pulled.totals = frozenset(totals)
-        self._pulled.source = stats
+        self._store.totals = frozenset(totals)
+        self._store.source = stats
+
+    def watch_l3(self, numbers: Callable[[], Mapping[str, Any]]) -> None:
+        """Export the numbers of a disk tier as ``hypercache_l3_NAME``, as long as ``numbers()`` has any."""
+        self._l3.source = lambda: flat(numbers())
 
     def failed(self, error: Exception) -> None:
         """Count an error in counting; the first is logged, so that a broken call site can be found."""
@@ -275,14 +368,15 @@ class Metrics:
         return {"samples": len(ordered), "p50_s": rank(0.5), "p99_s": rank(0.99), "max_s": rank(1.0)}
 
     def snapshot(self) -> dict[str, float]:
-        """Our own counters as /metrics has them: ``{'name{label="value"}': number}``. Not the store's."""
+        """Our own counters as /metrics has them: ``{'name{label="value"}': number}``. Not those of the
+        store and of the disk tier."""
         return dict(self._samples())
 
     def _samples(self) -> Iterator[tuple[str, float]]:
         for family in self.registry.collect():
             if family.type != "counter" or not family.name.startswith("hypercache_"):
                 continue
-            if family.name.startswith("hypercache_store_"):
+            if family.name.startswith(("hypercache_store_", "hypercache_l3_")):
                 continue
             for sample in family.samples:
                 labels = ",".join(f'{key}="{value}"' for key, value in sample.labels.items())

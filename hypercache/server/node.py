@@ -62,8 +62,8 @@ class Node:
         self._tasks: list[asyncio.Task[None]] = []
         self._ready = self._served = False
         self._admin: AdminServer | None = None
-        totals = [name for name in self._store_numbers() if name.endswith("_total")]
-        self.metrics.watch_store(self._store_numbers, totals=totals)
+        self.metrics.watch_store(self._store_numbers)
+        self.metrics.watch_l3(self._l3_numbers)
         if config.admin:
             self._admin = AdminServer(
                 config.admin, status=self.status, ready=lambda: self._ready, registry=self.metrics.registry
@@ -191,13 +191,16 @@ class Node:
             "memory_bytes": self.config.memory,
             "store": self._store_numbers(),
             "hot": self._context.hot.top(HOT_SHOWN, time.monotonic()),
-            **({} if self._context.tiers is None else {"l3": self._context.tiers.numbers()}),
+            **({} if self._context.tiers is None else {"l3": self._l3_numbers()}),
             "loop_lag": self.metrics.lag(),
             "counters": self.metrics.snapshot(),
         }
 
     def _store_numbers(self) -> dict[str, Any]:
         return dataclasses.asdict(self._store.stats())
+
+    def _l3_numbers(self) -> dict[str, Any]:
+        return {} if self._context.tiers is None else self._context.tiers.numbers()
 
     def _files(self) -> int:
         """Files and sockets that are yet to be opened beside connections."""

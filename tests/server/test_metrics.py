@@ -3,17 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import dataclasses
 import random
+import re
 import time
 from collections import Counter
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
+import structlog
 from prometheus_client import generate_latest
 
 import hypercache
 from fabrics.errors import FrameError
 from hypercache.protocol import ErrorCode
-from hypercache.server.metrics import LABEL_LIMIT, PROTOCOL_ERRORS, Metrics
+from hypercache.server.config import ServerConfig
+from hypercache.server.metrics import (
+    L3_TEXTS,
+    L3_TOTALS,
+    LABEL_LIMIT,
+    PROTOCOL_ERRORS,
+    STORE_TEXTS,
+    Metrics,
+    flat,
+)
+from hypercache.server.node import Node
+from hypercache.store.disk import Disk
 
 
 def test_asked_is_hit_plus_missed() -> None:
@@ -188,3 +205,53 @@ def test_percentile_is_the_nearest_rank() -> None:
     for number in range(1, 201):
         metrics.observe_lag(number / 1000)
     assert metrics.lag() == {"samples": 200, "p50_s": 0.1, "p99_s": 0.198, "max_s": 0.2}
+
+
+def test_the_disk_tier_is_on_the_page_while_there_is_one(tmp_path: Path) -> None:
+    """From the start, with what only rises as counters; what is text stays in /status."""
+    metrics = Metrics()
+    now: dict[str, Any] = {}
+    metrics.watch_l3(lambda: now)
+    assert "hypercache_l3_" not in generate_latest(metrics.registry).decode()
+    with contextlib.closing(Disk(tmp_path / "l3", capacity=1 << 20, segment_nbytes=1 << 18)) as disk:
+        list(disk.restore())
+        now |= {
+            "state": "paused",
+            "reason": "No space left on device",
+            "blocks_waiting": 3,
+            "demoted_total": 0,
+            "disk": dataclasses.asdict(disk.stats()),
+        }
+    page = generate_latest(metrics.registry).decode()
+    assert "No space" not in page
+    types = dict(re.findall(r"^# TYPE hypercache_l3_(\S+) (\S+)$", page, re.M))
+    values = {name: float(value) for name, value in re.findall(r"^hypercache_l3_(\S+) (\S+)$", page, re.M)}
+    assert len(values) == len(types) == 3 + len(now["disk"])
+    assert types["paused"] == "gauge" and values["paused"] == 1
+    assert types["disk_bytes_files"] == "gauge" and values["disk_bytes_files"] > 0
+    for name in ("demoted_total", "disk_writes_total", "disk_bytes_read_total"):
+        assert types[name] == "counter" and values[name] == 0
+    now["state"] = "on"
+    assert metrics.registry.get_sample_value("hypercache_l3_paused") == 0
+    assert not any("_l3_" in name for name in metrics.snapshot())
+    assert metrics.snapshot()["hypercache_metrics_errors_total"] == 0
+
+
+async def test_each_number_of_a_node_says_what_it_is(tmp_path: Path) -> None:
+    settings = {"listen": ("tcp://127.0.0.1:0",), "admin": "", "memory": 16 << 20}
+    l3 = {"l3_dir": str(tmp_path / "l3"), "l3_capacity": 8 << 20, "l3_segment": 1 << 20}
+    node = Node(ServerConfig(**settings, **l3), log=structlog.get_logger())
+    try:
+        await node.start()
+        status = node.status()
+        assert set(status["store"]) == set(STORE_TEXTS)
+        assert set(flat(status["l3"])) == set(L3_TEXTS) > L3_TOTALS
+        page = generate_latest(node.metrics.registry).decode()
+        for prefix, texts in (("store", STORE_TEXTS), ("l3", L3_TEXTS)):
+            for name in texts:
+                total = "" if name not in L3_TOTALS else "_total"
+                assert re.search(rf"^hypercache_{prefix}_{name}{total} \S+$", page, re.M), name
+                assert re.search(rf"^# HELP hypercache_{prefix}_{name}{total} .*\.$", page, re.M), name
+    finally:
+        await node.stop()
+    assert "hypercache_l3_" not in generate_latest(node.metrics.registry).decode()
