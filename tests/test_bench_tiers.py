@@ -54,16 +54,21 @@ def test_the_index_is_measured_in_a_process_of_its_own(found: dict) -> None:
         bench_index.index(-5)
 
 
+def test_servers_are_measured_with_a_client(found: dict) -> None:
+    gets, tail = found["gets"], found["tail"]
+    assert gets["blocks"] == 2 and gets["record_bytes"] % hckv.ALIGN == 0
+    for state in ("cached", "cold"):
+        assert set(gets[state]) == {"tier_ms", "memory_ms", "plain_ms", "time_to_plain"}
+        assert all(value > 0 for value in gets[state].values())
+    sides = {f"{what}_{side}_ms" for what in ("p50", "p99") for side in ("with", "without")}
+    assert set(tail) == sides | {"to_without", "demoted_bytes"} and all(value > 0 for value in tail.values())
+    assert tail["p99_with_ms"] >= tail["p50_with_ms"]
+
+
 def test_people_see_the_figures(found: dict) -> None:
     output = io.StringIO()
-    tail = {
-        "p99_with_ms": 3.25,
-        "p99_without_ms": 2.5,
-        "to_without": 1.3,
-        "p50_with_ms": 1,
-        "p50_without_ms": 1,
-    }
-    bench_tiers.show(found | {"tail": tail}, Console(file=output, width=110))
+    tail = {"p99_with_ms": 3.25, "p99_without_ms": 2.5, "to_without": 1.3}
+    bench_tiers.show(found | {"tail": found["tail"] | tail}, Console(file=output, width=110))
     text = output.getvalue()
     row = found["files"]["int4"]["read_cold"]
     assert ["int4", "read,", "cold", f"{row['gbps']:.2f}"] in [line.split()[:4] for line in text.splitlines()]
@@ -73,6 +78,7 @@ def test_people_see_the_figures(found: dict) -> None:
         "3,000 small blocks",
         "measured with 300",
         "int4 encodes K/V",
+        "a get of 2 blocks, cold",
     ):
         assert words in text
 
