@@ -143,11 +143,13 @@ def tail(scratch: Path, rounds: int = 3, operations: int = 2000, memory: str = "
         for client in sides.values():
             for prompt in prompts:
                 _put(client, prompt, kv)
-            for _ in range(3):  # a policy counts one use a second: make them the ones that stay
-                time.sleep(1.0)
+        for _ in range(3):  # a policy counts one use a second: make them the ones that stay
+            time.sleep(1.0)
+            for client in sides.values():
                 for prompt in prompts:
                     _get(client, prompt, kv)
-            _mix(client, prompts, kv, random, operations)  # until memory is full, and a little further
+        for client in sides.values():  # until memory is full, and a little further
+            _mix(client, prompts, kv, random, operations)
         before = _nbytes(l3)
         p50: dict[str, list[float]] = {name: [] for name in sides}
         p99: dict[str, list[float]] = {name: [] for name in sides}
