@@ -319,7 +319,7 @@ class Hint(Message):
 
 class Hinted(Message):
     """blocks: of the run that are stored. pinned: blocks that are kept for ``pin_ms``, from the first on;
-    where pins were to end, how many did."""
+    where a pin was to end, the blocks that it kept."""
 
     blocks: int
     pinned: int

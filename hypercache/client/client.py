@@ -422,7 +422,8 @@ class Client:
         return await hints.pin(partial(self._ask, until=until), self._link.handle, hashed, tell)
 
     async def unpin(self, prompt: Tokens | Prompt | Match, *, deadline: float | None = None) -> UnpinResult:
-        """End this tenant's pins of the prompt, and of prompts that it begins with."""
+        """End this tenant's pin of the prompt, or of the longest prompt that it begins with and that is
+        pinned: one pin, no other."""
         self._place.check()
         until = time.monotonic() + self._budget(deadline)
         hashed = self._hasher.hashed(await self._hash(prompt))

@@ -98,9 +98,9 @@ class PinResult:
 
 @dataclass(frozen=True, slots=True)
 class UnpinResult:
-    """Outcome of an unpin. pins: how many have ended."""
+    """Outcome of an unpin. blocks: how many the pin kept that has ended; 0: there was none."""
 
-    pins: int
+    blocks: int
     reason: str = ""
 
 

@@ -245,7 +245,7 @@ class SyncClient:
         return self._thread.call(self._client.pin(prompt, seconds, deadline=deadline))
 
     def unpin(self, prompt: Tokens | Prompt | Match, *, deadline: float | None = None) -> UnpinResult:
-        """:meth:`Client.unpin`: end pins of the prompt, and of prompts that it begins with."""
+        """:meth:`Client.unpin`: end the pin of the prompt, or of the longest that it begins with."""
         return self._thread.call(self._client.unpin(prompt, deadline=deadline))
 
     def evict(self, prompt: Tokens | Prompt | Match, *, deadline: float | None = None) -> int:

@@ -138,6 +138,7 @@ class Node:
             capacity=config.l3_capacity,
             segment_nbytes=config.l3_segment,
             fsync=cast("Fsync", config.l3_fsync),
+            open_files=descriptors.segments(),
         )
         self._context.tiers = Tiers(self._store, disk, clock=time.monotonic, log=self._log)
         await self._context.tiers.restore()

@@ -26,7 +26,6 @@ if TYPE_CHECKING:
 
     from hypercache.store import Block
 
-WRITE_NBYTES: Final = 4 << 20  # of blocks in memory that are written at once
 READ_NBYTES: Final = 2 << 20  # that one reading thread fetches before it tells
 READERS: Final = 4
 MOVE_BLOCKS: Final = 64
@@ -60,7 +59,7 @@ class Tiers:
         self._waiting: dict[Recall, list[_Wait]] = {}
         self._owed: list[tuple[bytes, list[bytes] | None]] = []  # removals that the disk did not take
         self._task: asyncio.Task[None] | None = None
-        self._closing = False
+        self._closing = self._unsynced = False
         self.paused = ""  # why nothing is written
         self.faults_total = 0
         self.pauses_total = 0
@@ -73,6 +72,7 @@ class Tiers:
         """Take over what the directory holds. Nobody may use the store meanwhile."""
         began = self._clock()
         lost = await self._writer.call(self._restore)
+        self._below.takes = self._disk.keeps
         stats = self._store.stats()
         self._log.info(
             "L3 restored", blocks=stats.blocks, orphans=lost, seconds=round(self._clock() - began, 3)
@@ -205,21 +205,29 @@ class Tiers:
             await self._writer.call(partial(self._disk.remove, namespace, digests))
             self._owed.pop(0)
         if not self._below.dirty:
+            if self._unsynced:
+                self._unsynced = False
+                await self._writer.call(self._disk.sync)
             return None
-        segment = await self._writer.call(partial(self._disk.overfull, 2 * WRITE_NBYTES))
+        segment = await self._writer.call(partial(self._disk.overfull, self._disk.batch_nbytes))
         if segment is not None:
             await self._reclaim(segment)
             return 0.0
-        blocks = self._below.demote(WRITE_NBYTES)  # and given to the writer before anything else happens
+        blocks = self._below.demote(
+            self._disk.batch_nbytes
+        )  # and given to the writer before anything else happens
         if not blocks:
             return None
         began = self._clock()
         try:
             places = await self._writer.call(partial(self._disk.write, [self._write(one) for one in blocks]))
-        except Exception:
-            self._below.undone(blocks)
+        except Exception as error:
+            places = error.places if isinstance(error, DiskFault) else []  # what is there nevertheless
+            self._below.demoted(blocks[: len(places)], places)
+            self._below.undone(blocks[len(places) :])
             raise
         self._below.demoted(blocks, places)
+        self._unsynced = self._disk.fsync == "interval"
         return self._clock() - began
 
     def _write(self, block: Block) -> Write:

@@ -55,6 +55,7 @@ class Below:
         self._orphans: dict[
             bytes, dict[bytes, list[Block]]
         ] = {}  # adopted before their parents: by both names
+        self.takes: Callable[[NamespaceInfo], bool] = lambda info: True  # whether a segment has room for one
         self.writing = 0  # blocks
         self.loading = 0
         self.demoted_total = 0
@@ -74,40 +75,47 @@ class Below:
         waiting = self.dirty * (room.warm_nbytes // max(room.warm, 1))
         return waiting > max(0, arena.nbytes - arena.used)
 
-    def keeps(self, info: NamespaceInfo) -> bool:
-        """Whether blocks of a namespace can be written to L3."""
+    def record_nbytes(self, info: NamespaceInfo) -> int:
+        """Of a block in L3; 0: blocks of this namespace cannot be written there."""
         try:
             check_sizes(info)
-            hckv.block_nbytes(info)
+            return hckv.block_nbytes(info) if self.takes(info) else 0
         except HyperCacheError:
-            return False
-        return True
+            return 0
 
     # -- L2 -> L3
 
     def demote(self, limit_nbytes: int) -> list[Block]:
-        """Blocks to be written next, in this order, about so many bytes of them: the coldest that L3 lacks,
-        each behind what L3 lacks of its prefix. They are held until :meth:`demoted` or :meth:`undone`."""
+        """Blocks to be written next, in this order: the coldest that L3 lacks, each behind what L3 lacks of
+        its prefix. At least one, and else no more than ``limit_nbytes`` of records. They are held until
+        :meth:`demoted` or :meth:`undone`."""
         taken: list[Block] = []
-        nbytes = 0
+        spare = limit_nbytes
+        while (block := self._next_unwritten()) is not None:
+            spare -= block.tree.record_nbytes
+            if taken and spare < 0:
+                self._path.append(block)
+                break
+            self._room.clean(block)
+            block.record = WRITING
+            self._hold(block)
+            self.writing += 1
+            taken.append(block)
+        return taken
+
+    def _next_unwritten(self) -> Block | None:
         dirty = self._room.dirty
-        while nbytes < limit_nbytes and dirty is not None:
+        while dirty is not None:
             if not self._path:
                 entry = dirty.coldest()
                 if entry is None:
                     break
                 self._path = _unwritten(entry.block)
             block = self._path.pop()
-            if block.state != COMMITTED or block.record != UNWRITTEN or not block.tree.live:
-                self._path = []
-                continue
-            self._room.clean(block)
-            block.record = WRITING
-            self._hold(block)
-            self.writing += 1
-            taken.append(block)
-            nbytes += block.tree.space.nbytes
-        return taken
+            if block.state == COMMITTED and block.record == UNWRITTEN and block.tree.live:
+                return block
+            self._path = []  # much may have happened since it was made
+        return None
 
     def demoted(self, blocks: Sequence[Block], places: Sequence[int]) -> None:
         """``blocks`` were written. A place of -1: it could not be, as its bytes in memory are not those that
@@ -195,7 +203,7 @@ class Below:
     def adopt(self, number: int, contents: Contents, now: float) -> Iterator[None]:
         """What segment ``number`` holds, at start, in ascending order of numbers. Yields now and then."""
         entries = contents.entries
-        spaces = [Namespace(info) if self.keeps(info) else None for info in contents.namespaces]
+        spaces = [Namespace(info) if self.record_nbytes(info) else None for info in contents.namespaces]
         removed = iter(contents.removed())
         columns = (
             entries["kind"].tolist(),

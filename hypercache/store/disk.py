@@ -18,7 +18,16 @@ from typing import Final
 
 from hypercache.errors import ConfigError, HyperCacheError
 from hypercache.store import hckv
-from hypercache.store.disk_files import Damaged, DiskFault, Files, System, closed, fault, segment_name
+from hypercache.store.disk_files import (
+    OPEN_FILES,
+    Damaged,
+    DiskFault,
+    Files,
+    System,
+    closed,
+    fault,
+    segment_name,
+)
 from hypercache.store.disk_head import BUFFER_NBYTES, FRAME_NBYTES, Counts, Fsync, Head, Segment
 from hypercache.store.disk_read import Reader
 from hypercache.store.disk_records import Write, put, put_again, put_removal
@@ -69,6 +78,7 @@ class Disk:
     fsync: whether what is written is on the disk itself, and survives a power cut, after each batch, at most
         ``interval_s`` later as long as more is written, or when the kernel likes. Removals, and segments that
         are full, are in any case. What was written survives the end of the process with any of them.
+    open_files: segments that are open for reading at the same time.
     Raises ConfigError for a directory or size that cannot be; DiskFault.
     """
 
@@ -80,6 +90,7 @@ class Disk:
         segment_nbytes: int = 256 << 20,
         fsync: Fsync = "interval",
         interval_s: float = 1.0,
+        open_files: int = OPEN_FILES,
         system: System | None = None,
     ) -> None:
         if not MIN_SEGMENT_NBYTES <= segment_nbytes <= hckv.MAX_SEGMENT_NBYTES:
@@ -97,10 +108,10 @@ class Disk:
         self.directory = directory
         self.capacity = capacity
         self.segment_nbytes = segment_nbytes
-        self._fsync: Fsync = fsync
+        self.fsync: Fsync = fsync
         self._interval_s = interval_s
         self._system = system or System()
-        self._files = Files(directory, self._system)
+        self._files = Files(directory, self._system, open_files)
         try:
             listing = self._files.list()
         except BaseException:
@@ -150,7 +161,7 @@ class Disk:
             sequence=last + sequence,
             number=number + 1,
             segment_nbytes=self.segment_nbytes,
-            fsync=self._fsync,
+            fsync=self.fsync,
             interval_s=self._interval_s,
         )
         self._counts = self._head.counts
@@ -405,7 +416,7 @@ class Disk:
         try:
             if segment == head.number:
                 head.seal()
-            elif self._fsync != "never":
+            elif self.fsync != "never":
                 head.sync()  # what was moved is on the disk before its old place goes
             if segment in self._segments:
                 self._forget(segment)

@@ -111,8 +111,9 @@ class Files:
     Raises ConfigError if it cannot be ours, DiskFault if the disk does not let us.
     """
 
-    def __init__(self, path: Path, system: System) -> None:
+    def __init__(self, path: Path, system: System, most: int = OPEN_FILES) -> None:
         self.path = path
+        self._most = most  # segments open for reading
         self.system = system
         self._handles: OrderedDict[int, Handle] = OrderedDict()
         self._count = 0  # handles that are open, doomed ones included
@@ -257,7 +258,7 @@ class Files:
             return handle
 
     def _trim(self) -> None:
-        while len(self._handles) > OPEN_FILES:
+        while len(self._handles) > self._most:
             self._doom(next(iter(self._handles.values())))
 
     def release(self, handle: Handle) -> None:

@@ -33,7 +33,18 @@ WRITING: Final = -2  # on its way there, and held meanwhile
 class Tree:
     """The blocks of one namespace in one epoch. Clearing a namespace puts a new tree in its place."""
 
-    __slots__ = ("blocks", "busy", "committed", "factor", "keeps", "live", "mask", "space", "warm", "windows")
+    __slots__ = (
+        "blocks",
+        "busy",
+        "committed",
+        "factor",
+        "live",
+        "mask",
+        "record_nbytes",
+        "space",
+        "warm",
+        "windows",
+    )
 
     def __init__(self, space: Namespace) -> None:
         self.space = space
@@ -43,7 +54,7 @@ class Tree:
         self.factor = secrets.randbits(64) | 1
         self.committed = 0  # blocks, visible while live
         self.warm = 0  # of those, the ones that lie in the arena
-        self.keeps = False  # whether its blocks can be written to L3
+        self.record_nbytes = 0  # of a block in L3; 0: none can be written there
         self.busy = 0  # leases and open reservations
         self.live = True
 

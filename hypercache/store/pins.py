@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
 
-from hypercache.store.index import Block, Tree, hold
+from hypercache.store.index import Block, hold
 from hypercache.store.room import Room
 
 MOST_PINS = 4096
@@ -73,13 +73,13 @@ class Pins:
             count = max(count, 0)
         return 0, 0.0
 
-    def unpin(self, tree: Tree, digests: Sequence[bytes], owner: Hashable) -> int:
-        """End the owner's pins whose last block is one of these. Returns how many."""
-        blocks = [block for digest in digests if (block := tree.blocks.get(digest)) is not None]
-        found = [(owner, block) for block in blocks if (owner, block) in self._pins]
-        for key in found:
-            self._end(key)
-        return len(found)
+    def unpin(self, run: Sequence[Block], owner: Hashable) -> int:
+        """End the owner's pin of the longest run that ``run`` begins with. Returns its blocks."""
+        for count in range(len(run), 0, -1):
+            if (owner, run[count - 1]) in self._pins:
+                self._end((owner, run[count - 1]))
+                return count
+        return 0
 
     def sweep(self, now: float) -> None:
         for key, pin in list(self._pins.items()):

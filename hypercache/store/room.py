@@ -175,7 +175,7 @@ class Room:
 
     def soil(self, block: Block) -> None:
         """L3 lacks a visible block: it waits for being written."""
-        if self.dirty is not None and block.tree.keeps and block.dirty is None:
+        if self.dirty is not None and block.tree.record_nbytes and block.dirty is None:
             block.dirty = Dirty(block)
             self.dirty.push(block.dirty)
 

@@ -121,7 +121,7 @@ class BlockStore:
             self._room.uproot(idle)
             self._removed += self._room.clear(idle)[0]
         tree = Tree(space)
-        tree.keeps = self.below is not None and self.below.keeps(space.info)
+        tree.record_nbytes = 0 if self.below is None else self.below.record_nbytes(space.info)
         return tree if self._room.plant(tree) else None
 
     def _tree(self, ns: Namespace) -> Tree | None:
@@ -268,9 +268,10 @@ class BlockStore:
         return (0, 0.0) if tree is None else self._pins.pin(tree.run(digests), owner, seconds, now)
 
     def unpin_run(self, ns: Namespace, digests: Sequence[bytes], owner: Hashable) -> int:
-        """End the owner's pins of runs that end in one of these blocks. Returns how many there were."""
+        """End the owner's pin of the longest run that ``digests`` begins with. Returns its blocks; 0: there
+        was none."""
         tree = self._tree(ns)
-        count = 0 if tree is None else self._pins.unpin(tree, digests, owner)
+        count = 0 if tree is None else self._pins.unpin(tree.run(digests), owner)
         self._room.let_go(_LET_GO)
         return count
 
@@ -510,6 +511,8 @@ def _same_geometry(known: NamespaceInfo, other: NamespaceInfo) -> None:
 
 def _geometry(info: NamespaceInfo) -> str:
     nbytes = sum(info.chunk_nbytes)
+    shapes = ", ".join(dict.fromkeys(map(str, info.layouts))) or "unknown"
     return (
-        f"{info.codec}, {len(info.chunk_nbytes)} layers, {info.block_size} tokens, {nbytes} bytes per block"
+        f"{info.codec}, {len(info.chunk_nbytes)} layers, {info.block_size} tokens, {nbytes} bytes per block, "
+        f"{info.below or info.codec} on disk, layouts {shapes}"
     )

@@ -80,7 +80,7 @@ async def test_a_pinned_prompt_stays_and_outlives_its_client() -> None:
         await put(client, *range(2, 12))
         assert (await client.contains(prompt(1)))[:20] == [True] * 20
         assert await there(client, 2) == 0
-        assert await client.unpin(prompt(1)) == UnpinResult(1)
+        assert await client.unpin(prompt(1)) == UnpinResult(20)
         assert await client.unpin(prompt(1)) == UnpinResult(0)
         await put(client, *range(12, 22))
         assert await there(client, 1) == 0
@@ -136,7 +136,7 @@ async def test_only_what_is_stored_is_told_of(connect: Connect, node: Node) -> N
         assert await client.unpin(short) == UnpinResult(0, "below block size")
     other = await connect(tenant=TenantKey.from_secret(b"a secret of sixteen bytes", "acme"))
     assert await other.unpin(tokens) == UnpinResult(0)  # of another tenant: not theirs to end
-    assert await client.unpin(tokens) == UnpinResult(1)
+    assert await client.unpin(tokens) == UnpinResult(4)
     assert node.status()["counters"]['hypercache_requests_total{op="hint",outcome="ok"}'] == 6
 
 
@@ -209,7 +209,7 @@ async def test_a_dead_server_costs_a_reason_and_no_exception() -> None:
 
         await until(noticed)
         hint, pin, unpin = await client.hint(tokens), await client.pin(tokens, 60), await client.unpin(tokens)
-        assert (hint.blocks, pin.blocks, pin.seconds, pin.stored, unpin.pins) == (0, 0, 0.0, 0, 0)
+        assert (hint.blocks, pin.blocks, pin.seconds, pin.stored, unpin.blocks) == (0, 0, 0.0, 0, 0)
         for result in (hint, pin, unpin):
             assert "127.0.0.1" in result.reason
         with pytest.raises(Unavailable):  # as with evict, what must have happened is another matter
@@ -229,7 +229,7 @@ def test_the_blocking_face_has_them_too() -> None:
             client.store(tokens, fill(KVBuffers.allocate(client.model, 65), 1))
             assert client.hint(tokens, steps=5, priority=-1, deadline=5.0) == HintResult(4)
             assert client.pin(tokens, 2, deadline=5.0) == PinResult(4, 2.0, 4)
-            assert client.unpin(tokens, deadline=5.0) == UnpinResult(1)
+            assert client.unpin(tokens, deadline=5.0) == UnpinResult(4)
     finally:
         server.stop()
 

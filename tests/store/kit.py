@@ -159,7 +159,7 @@ def audit(
         kept = sum(b is block for h in pinned if not h.open for b in h.held_blocks)
         kept += ending[id(block)] + busy[id(block)] + pins[id(block)]
         assert block.warm == warm_children[id(block)]
-        if block.state == COMMITTED and block.tree.live and block.tree.keeps:
+        if block.state == COMMITTED and block.tree.live and block.tree.record_nbytes:
             assert (block.dirty is not None) == (block.record == UNWRITTEN)
         else:
             assert block.dirty is None or not block.tree.live

@@ -14,7 +14,7 @@ from hypercache.store.index import COMMITTED, Block
 from hypercache.store.policy import get
 
 from .kit import MIB, intact
-from .test_machine import LEASE, NAMES, OWNERS, PATH, PATHS, STALL, Machine, prefixes
+from .test_machine import ALL, LEASE, NAMES, OWNERS, PATH, PATHS, STALL, Machine, prefixes
 
 
 class Tiered(Machine):
@@ -193,7 +193,8 @@ class Tiered(Machine):
             self.recalled(0, 9)
         for space in self.spaces:
             for owner in ("a", "b", "c"):
-                self.store.unpin_run(self.spaces[space], [d for s, d in self.parents if s == space], owner)
+                for path in ALL:
+                    self.store.unpin_run(self.spaces[space], prefixes(path), owner)
         super().end_everything()
         assert not self.store.below.dirty and not self.store.stats().bytes_pinned
 
