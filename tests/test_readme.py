@@ -1,8 +1,10 @@
-"""The README's programs run as they stand there, against a real server."""
+"""The README's programs run as they stand there, against a real server; and what pages name is there."""
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import importlib
 import re
 import textwrap
 from pathlib import Path
@@ -12,8 +14,12 @@ import numpy as np
 import pytest
 
 from hypercache.cli.local_server import local_server
+from hypercache.cli.main import COMMANDS
+from hypercache.server.config import FIELDS, flag_of
+from hypercache.server.metrics import L3_TEXTS, STORE_TEXTS
 
 ROOT = Path(__file__).parents[1]
+PAGES = {path.name: path.read_text() for path in (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))}
 CODE, REUSE = (
     re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), re.S)
     for page in ("README.md", "docs/reuse.md")
@@ -84,3 +90,53 @@ def test_a_document_at_another_position(uri: str, llama: Any, programs: list[str
             ("modular", 3, 195),
             ("missing", 195, 205),
         ]
+
+
+def test_hints_and_pins(uri: str, llama: Any) -> None:
+    names: dict[str, Any] = {"model": llama, "token_ids": list(range(50, 150))}
+    exec(CODE[0].replace("tcp://127.0.0.1:7440", uri), names)
+    exec(CODE[3].replace("tcp://127.0.0.1:7440", uri), names)
+    assert names["pinned"].blocks == 6 and names["pinned"].seconds == 60
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(name)
+    importlib.import_module(COMMANDS[name][0]).add_arguments(parser)
+    return parser
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_commands_that_a_page_names_are_there(page: str) -> None:
+    """In code, with their flags, and the parts that a benchmark has."""
+    lines = re.findall(r"`(hypercache[ -][^`]+)`|^    (?:\$ )?(hypercache[ -].+)$", PAGES[page], re.M)
+    for line in (one or other for one, other in lines):
+        command = re.match(r"hypercache(?:-(serve)\b| ([a-z]+))", line)
+        if command is None:
+            continue  # the name of a package, or of a Service
+        name = command[1] or command[2]
+        assert name in COMMANDS, line
+        options = {text: action for action in parser_of(name)._actions for text in action.option_strings}
+        for flag, value in re.findall(r"(--[a-z0-9-]+)(?:[ =]([a-z]+))?", line):
+            assert flag in options, line
+            assert not options[flag].choices or value in options[flag].choices, line
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_settings_that_a_page_names_are_there(page: str) -> None:
+    groups = {key.partition("_")[0] for key in FIELDS if key.startswith(("l3_", "pin_", "lrfu_"))}
+    named = re.findall(rf"`((?:{'|'.join(groups)})_[a-z0-9_]+)[` =]", PAGES[page])
+    assert set(named) <= set(FIELDS)
+    flags = re.findall(rf"`(--(?:{'|'.join(groups)})-[a-z0-9-]+)", PAGES[page])
+    assert set(flags) <= {flag_of(key) for key in FIELDS}
+
+
+def test_numbers_that_the_page_of_tiers_names_are_there() -> None:
+    known = {"state", "reason", "hot", "disk_*"}
+    known |= {name.removesuffix("_total") for name in (*L3_TEXTS, *STORE_TEXTS)}
+    table = PAGES["tiers.md"].partition("## Reading /status")[2].partition("## ")[0]
+    rows = re.findall(r"^\| (`[^|]+) \| (.+) \|$", table, re.M)
+    named = [name for row in rows for name in re.findall(r"`([a-z0-9_.*]+)`", " ".join(row))]
+    assert len(named) > 20
+    for name in named:
+        plain = re.sub(r"^(l3|store)\.|_total$", "", name).replace("disk.", "disk_")
+        assert {plain, f"disk_{plain}"} & known or plain in ("on", "paused"), name
