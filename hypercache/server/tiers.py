@@ -31,8 +31,11 @@ READERS: Final = 4
 MOVE_BLOCKS: Final = 64
 IDLE_S: Final = 0.05
 RETRY_S, RETRY_MOST_S = 0.5, 10.0
+GRACE_S: Final = 0.5  # for jobs that run when the time for closing is over
 WRITER_NICE: Final = 10
-MOST_REMOVALS: Final = 1024  # that wait for a disk which does not take them
+MOST_REMOVALS: Final = 1024  # that wait for a disk which does not take them, or does not answer
+MOST_READS: Final = 1024  # jobs that wait for one which does not answer
+TEND_S: Final = 0.1
 
 Removed = Callable[[str], None]  # "" or why it may come back
 
@@ -59,6 +62,7 @@ class Tiers:
         self._waiting: dict[Recall, list[_Wait]] = {}
         self._owed: list[tuple[bytes, list[bytes] | None]] = []  # removals that the disk did not take
         self._task: asyncio.Task[None] | None = None
+        self._tending: asyncio.Task[None] | None = None
         self._closing = self._unsynced = False
         self.paused = ""  # why nothing is written
         self.faults_total = 0
@@ -86,18 +90,24 @@ class Tiers:
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._demote(), name="L3 demotion")
+        self._tending = asyncio.create_task(self._tend(), name="L3 reads given up")
 
     async def close(self, limit_s: float, *, purge: bool) -> None:
-        """Write what is still to be written, as far as ``limit_s`` go, and let go of the directory."""
+        """Write what is still to be written, as far as ``limit_s`` go, and let go of the directory. A disk
+        that does not answer costs ``GRACE_S`` more."""
+        end = self._clock() + limit_s
         self._closing = True
         if self._task is not None:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0 if purge else limit_s):
                     await self._task
-            self._task.cancel()
-            await asyncio.gather(self._task, return_exceptions=True)
+        tasks = [task for task in (self._task, self._tending) if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
         self._writer.submit(partial(self._disk.close, purge=purge), self._closed)
-        quiet = [await workers.close(max(limit_s, 1.0)) for workers in (self._readers, self._writer)]
+        left = max(end - self._clock(), GRACE_S)
+        quiet = await asyncio.gather(self._readers.close(left), self._writer.close(left))
         if not all(quiet):
             self._log.error("L3 does not answer; left as it is", directory=str(self._disk.directory))
 
@@ -110,8 +120,11 @@ class Tiers:
     def load(self, lease: Lease, ready: Callable[[], None]) -> None:
         """Fetch what of ``lease`` lies on disk alone; ``ready`` is called once all of that has come, or has
         turned out to be lost."""
+        if self._readers.waiting >= MOST_READS:
+            ready()  # with what there is in memory
+            return
         fresh, joined = self._below.recall(lease, READ_NBYTES)
-        wait = _Wait(len(fresh) + len(joined), ready)
+        wait = _Wait(len(fresh) + len(joined), lease, ready)
         for recall in joined:
             self._waiting[recall].append(wait)
         for recall in fresh:
@@ -122,6 +135,8 @@ class Tiers:
 
     def _read(self, recall: Recall) -> list[array[int] | None]:
         found: list[array[int] | None] = []
+        if not recall.turn.acquire(blocking=False):
+            return found  # nobody waits for it any more
         for block, place, chunks in zip(recall.blocks, recall.places, recall.chunks, strict=True):
             try:
                 crcs = self._disk.read(block.tree.space.info, block.digest, place, chunks)
@@ -133,15 +148,30 @@ class Tiers:
         return found
 
     def _loaded(self, recall: Recall, found: list[array[int] | None] | None, error: Exception | None) -> None:
+        if recall not in self._waiting:
+            return
         if error is not None:
             self._log.exception("reading L3 failed", exc_info=error)
         results = found or [None] * len(recall.blocks)
         self.loads_failed_total += results.count(None)
         self._below.recalled(recall, results)
+        self._over(recall)
+
+    def _over(self, recall: Recall) -> None:
         for wait in self._waiting.pop(recall):
             wait.count -= 1
             if not wait.count:
                 wait.ready()
+
+    async def _tend(self) -> None:
+        """Reads that nobody waits for any more give their memory back, if no thread has begun them: a disk
+        that hangs has as much of it as its threads read at once."""
+        while True:
+            await asyncio.sleep(TEND_S)
+            for recall, waits in list(self._waiting.items()):
+                if all(wait.lease.ended for wait in waits) and recall.turn.acquire(blocking=False):
+                    self._below.unread(recall)
+                    self._over(recall)
 
     # -- removals
 
@@ -149,6 +179,10 @@ class Tiers:
         """Blocks, or all of a namespace, are gone from the store: see to it that they do not come back with a
         restart. ``done`` is called when that is on the disk, or when it cannot be put there for now."""
         what = None if digests is None else list(dict.fromkeys(digests))
+        if self._writer.waiting >= MOST_REMOVALS:
+            hung = DiskFault("io", f"L3, {self._disk.directory}: no answer")
+            self._told(namespace, what, done, None, hung)
+            return
         job = partial(self._disk.remove, namespace, what)
         self._writer.submit(job, partial(self._told, namespace, what, done))
 
@@ -255,10 +289,11 @@ class Tiers:
             places = [one.record for one in batch]
             moved = await self._writer.call(partial(self._disk.move, places))
             self._below.moved(batch, places, moved)
+        # Where L3 is smaller than the memory, writing again would make room by the same again, for ever.
+        again = self._below.warm_nbytes <= self._disk.lasting_nbytes
         for first in range(0, len(rest), MOVE_BLOCKS):
-            self._below.forget(
-                [b for b in rest[first : first + MOVE_BLOCKS] if self._below.lies_in(b, segment)]
-            )
+            batch = [one for one in rest[first : first + MOVE_BLOCKS] if self._below.lies_in(one, segment)]
+            self._below.forget(batch, again)
             await asyncio.sleep(0)
         await self._writer.call(partial(self._disk.drop, segment))
         self.reclaimed_total += 1
@@ -297,8 +332,9 @@ class Tiers:
 class _Wait:
     """Who waits for so many pieces."""
 
-    __slots__ = ("count", "ready")
+    __slots__ = ("count", "lease", "ready")
 
-    def __init__(self, count: int, ready: Callable[[], None]) -> None:
+    def __init__(self, count: int, lease: Lease, ready: Callable[[], None]) -> None:
         self.count = count
+        self.lease = lease
         self.ready = ready

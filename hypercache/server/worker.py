@@ -32,6 +32,11 @@ class Workers:
         for thread in self._threads:
             thread.start()
 
+    @property
+    def waiting(self) -> int:
+        """Jobs that no thread has begun."""
+        return self._jobs.qsize()
+
     def submit(self, job: Callable[[], Any], done: Done) -> None:
         """Run ``job`` in a thread, then ``done(result, None)`` or ``done(None, error)`` in the loop."""
         self._jobs.put((job, done))

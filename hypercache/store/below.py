@@ -12,6 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
+from threading import Lock
 
 from hypercache.errors import HyperCacheError
 from hypercache.store import hckv
@@ -32,6 +33,7 @@ class Recall:
     """Blocks whose bytes are coming from L3 into the slots that they have got."""
 
     blocks: list[Block] = field(default_factory=list)
+    turn: Lock = field(default_factory=Lock)  # taken once: by who reads it, or by who gives it up before
     places: list[int] = field(default_factory=list)
     chunks: list[Chunks] = field(default_factory=list)  # writable, for each block
     nbytes: int = 0
@@ -198,6 +200,16 @@ class Below:
             self._drop(block)
         recall.chunks = []
 
+    def unread(self, recall: Recall) -> None:
+        """``recall`` is given up before it has begun: its blocks lie in L3 as before."""
+        for block in recall.blocks:
+            self.loading -= 1
+            if block.state == COMMITTED and block.tree.live:
+                block.loading = None
+                self._room.unplace(block)
+            self._drop(block)
+        recall.chunks = []
+
     # -- the directory's turn
 
     def adopt(self, number: int, contents: Contents, now: float) -> Iterator[None]:
@@ -352,15 +364,21 @@ class Below:
                     lost.append(block)
         self.forget(lost)
 
-    def forget(self, blocks: Sequence[Block]) -> None:
+    @property
+    def warm_nbytes(self) -> int:
+        """Of the records that L3 has, or is to get, of all that is in memory."""
+        return sum(tree.warm * tree.record_nbytes for tree in self._room.trees.values())
+
+    def forget(self, blocks: Sequence[Block], again: bool = True) -> None:
         """L3 has these no more. What is not in the arena is gone, with all behind it; the rest is to be
-        written again."""
+        written again, unless ``again`` is False: then memory alone has it."""
         for block in blocks:
             if block.state != COMMITTED or not block.tree.live or block.record < 0:
                 continue
             if block.placed:  # or is just coming: then it is read already, or will be found missing
                 block.record = UNWRITTEN
-                self._room.soil(block)
+                if again:
+                    self._room.soil(block)
             else:
                 self._room.evicted += self._remove(block, "L3 has no room for it")
 

@@ -239,6 +239,11 @@ class Disk:
         """Records that should be written at once: always fits when :meth:`overfull` of as many says None."""
         return min(BUFFER_NBYTES, self.segment_nbytes // 4)
 
+    @property
+    def lasting_nbytes(self) -> int:
+        """Bytes of records that can stay for good while others come and go."""
+        return self._full - self.segment_nbytes
+
     def keeps(self, info: NamespaceInfo) -> bool:
         """Whether blocks of a namespace can be written: their form has a record, and that fits a segment."""
         try:

@@ -5,16 +5,21 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-from collections.abc import AsyncIterator, Callable
+import subprocess
+import threading
+from collections.abc import AsyncIterator, Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
 import hypercache
 from hypercache import KVBuffers
 from hypercache.model import ModelSpec
 from hypercache.server.node import Node
+from hypercache.store.disk import System
 
 from .conftest import fill, floats, make_spec, poisoned, running_node, same, tokens_of
 
@@ -82,3 +87,59 @@ def nbytes_in(directory: Path) -> int:
     return sum(
         entry.stat().st_size for entry in os.scandir(directory) if entry.name.endswith((".hckv", ".bad"))
     )
+
+
+@contextlib.contextmanager
+def mounted(path: Path, nbytes: int) -> Iterator[Path]:
+    """A file system of ``nbytes`` at ``path``. Skips the test where nobody may mount one."""
+    path.mkdir()
+    try:
+        mount("-t", "tmpfs", "-o", f"size={nbytes}", "none", str(path))
+    except (FileNotFoundError, subprocess.CalledProcessError):
+        pytest.skip("no right to mount a file system that can get full")
+    try:
+        yield path
+    finally:
+        subprocess.run(["umount", "--lazy", str(path)], check=True)
+
+
+def mount(*arguments: str) -> None:
+    subprocess.run(["mount", *arguments], capture_output=True, check=True)
+
+
+class Sick(System):
+    """A disk whose calls fail (``codes``: errno by call) or hang (``hangs``), until :meth:`heal`."""
+
+    NAMES = ("open", "preadv", "pwritev", "ftruncate", "fdatasync", "fsync", "unlink")
+
+    def __init__(self) -> None:
+        self.codes: dict[str, int] = {}
+        self.hangs: set[str] = set()
+        self.hanging = 0  # calls, now
+        self._well = threading.Event()
+        for name in self.NAMES:
+            setattr(self, name, partial(self._call, name, getattr(System, name)))
+
+    def _call(self, name: str, real: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if name in self.hangs:
+            self.hanging += 1
+            self._well.wait()
+            self.hanging -= 1
+        if code := self.codes.get(name):
+            raise OSError(code, os.strerror(code))
+        return real(*args, **kwargs)
+
+    def heal(self) -> None:
+        self.codes.clear()
+        self.hangs.clear()
+        self._well.set()
+        self._well = threading.Event()
+
+
+@pytest.fixture
+def sick(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sick]:
+    """What nodes of this test reach their files through."""
+    system = Sick()
+    monkeypatch.setattr("hypercache.store.disk.System", lambda: system)
+    yield system
+    system.heal()
