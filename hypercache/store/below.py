@@ -71,11 +71,15 @@ class Below:
         return 0 if self._room.dirty is None else len(self._room.dirty)
 
     @property
+    def dirty_nbytes(self) -> int:
+        """What they take in the arena."""
+        return self._room.dirty_nbytes
+
+    @property
     def hurry(self) -> bool:
         """What comes next will take the place of blocks that wait for being written."""
-        arena, room = self._room.arena, self._room
-        waiting = self.dirty * (room.warm_nbytes // max(room.warm, 1))
-        return waiting > max(0, arena.nbytes - arena.used)
+        arena = self._room.arena
+        return self.dirty_nbytes > max(0, arena.nbytes - arena.used)
 
     def record_nbytes(self, info: NamespaceInfo) -> int:
         """Of a block in L3; 0: blocks of this namespace cannot be written there."""

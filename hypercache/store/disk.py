@@ -44,11 +44,12 @@ BAD_SHARE: Final = 16
 @dataclass(frozen=True, slots=True)
 class DiskStats:
     """bytes_files: lengths of all files of ours, quarantined ones included; never above ``capacity``.
-    records: in them, dead ones and tombstones included. writes: calls to the system, as are fsyncs;
-    bytes_written, bytes_read: of records. damaged: records that did not verify, at start, when they were read
-    or moved. refused: blocks that could not be written. torn_bytes: cut off at start, behind the last intact
-    record of a file. quarantined: files in which nothing was intact, since the start; foreign: left alone.
-    unreadable, unsealed: segments that the disk did not let us read or mend at start."""
+    records: in them, dead ones and tombstones included; bytes_per_record: of the files. writes: calls to the
+    system, as are fsyncs; bytes_written, bytes_read: of records. damaged: records that did not verify, at
+    start, when they were read or moved. refused: blocks that could not be written. torn_bytes: cut off at
+    start, behind the last intact record of a file. quarantined: files in which nothing was intact, since the
+    start; foreign: left alone. unreadable, unsealed: segments that the disk did not let us read or mend at
+    start. open_files_limit: more only while a segment is read whose turn to be open is over."""
 
     bytes_files: int
     capacity: int
@@ -66,7 +67,9 @@ class DiskStats:
     foreign: int
     unreadable: int
     unsealed: int
+    bytes_per_record: int
     open_files: int
+    open_files_limit: int
     restore_s: float
     restored_blocks: int
 
@@ -455,11 +458,12 @@ class Disk:
         """Any thread."""
         segments = list(self._segments.values())
         head = self._head
+        records = sum(one.records for one in segments)
         return DiskStats(
             bytes_files=self._nbytes(),
             capacity=self.capacity,
             segments=len(segments),
-            records=sum(one.records for one in segments),
+            records=records,
             writes=self._counts.writes,
             bytes_written=self._counts.bytes_written,
             reads=self._reader.reads,
@@ -472,9 +476,11 @@ class Disk:
             foreign=self._foreign,
             unreadable=self._unreadable,
             unsealed=self._unsealed,
+            bytes_per_record=self._nbytes() // records if records else 0,
             open_files=0
             if self._closed
             else self._files.open_files + (head is not None and head.number >= 0),
+            open_files_limit=self._files.most_open + 1,
             restore_s=self._restore_s,
             restored_blocks=self._restored,
         )

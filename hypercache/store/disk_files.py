@@ -289,6 +289,11 @@ class Files:
         """The directory and its lock included, the segment that is written not."""
         return self._count + 2
 
+    @property
+    def most_open(self) -> int:
+        """Beside those that are still being read although their turn is over."""
+        return self._most + 2
+
     def close(self, purge: bool) -> None:
         """Lets go of the lock; with ``purge``, of its file too."""
         with self._mutex:

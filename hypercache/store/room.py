@@ -56,6 +56,7 @@ class Room:
         self.arena = arena
         self._policy = policy
         self.dirty: ColdQueue[Dirty] | None = ColdQueue() if tiers else None
+        self.dirty_nbytes = 0  # of the blocks in it
         self.sieve = Sieve(index_capacity // index_nbytes(1))
         self.index_capacity = index_capacity - self.sieve.nbytes
         self.index_used = 0
@@ -178,12 +179,14 @@ class Room:
         if self.dirty is not None and block.tree.record_nbytes and block.dirty is None:
             block.dirty = Dirty(block)
             self.dirty.push(block.dirty)
+            self.dirty_nbytes += block.tree.space.nbytes
 
     def clean(self, block: Block) -> None:
         """It waits no more."""
         if block.dirty is not None and self.dirty is not None:
             self.dirty.forget(block.dirty)
             block.dirty = None
+            self.dirty_nbytes -= block.tree.space.nbytes
 
     def complete(self, block: Block) -> None:
         """All layers of ``block`` are in place. It becomes visible, and so does what waited for it; or it

@@ -24,6 +24,7 @@ class StoreStats:
     blocks: int  # visible, in all tiers
     blocks_cold: int  # of those: on disk only
     blocks_hidden: int  # being written, waiting for their prefix, or waiting to be freed
+    arena_per_block: int  # bytes of slot for each block that has one, rounding included
     index_per_block: int  # bytes of index for each block in it
     namespaces: int
     pins: int

@@ -466,11 +466,12 @@ class BlockStore:
     # -- numbers
 
     def stats(self) -> StoreStats:
-        room, ledger = self._room, self._ledger
+        room, ledger, arena = self._room, self._ledger, self._arena
+        slots = sum(slab.used for slab in arena.slabs())
         return StoreStats(
             capacity=self.capacity,
-            bytes_data=self._arena.nbytes,
-            bytes_used=self._arena.used,
+            bytes_data=arena.nbytes,
+            bytes_used=arena.used,
             bytes_stored=room.warm_nbytes,
             bytes_held=room.held_nbytes(),
             bytes_pinned=self._pins.nbytes,
@@ -478,10 +479,11 @@ class BlockStore:
             bytes_index=room.index_used,
             bytes_index_limit=room.index_capacity,
             bytes_leases=ledger.lease_bytes,
-            largest_free_run=self._arena.largest_free_run(),
+            largest_free_run=arena.largest_free_run(),
             blocks=room.visible,
             blocks_cold=room.visible - room.warm,
             blocks_hidden=room.blocks - room.visible,
+            arena_per_block=round(arena.used / slots) if slots else 0,
             index_per_block=round(room.index_used / room.blocks) if room.blocks else 0,
             namespaces=len(self._trees),
             pins=len(self._pins),
