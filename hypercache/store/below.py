@@ -118,7 +118,8 @@ class Below:
                     break
                 self._path = _unwritten(entry.block)
             block = self._path.pop()
-            if block.state == COMMITTED and block.record == UNWRITTEN and block.tree.live:
+            behind = block.parent is None or block.parent.record != UNWRITTEN
+            if behind and block.state == COMMITTED and block.record == UNWRITTEN and block.tree.live:
                 return block
             self._path = []  # much may have happened since it was made
         return None
@@ -162,7 +163,7 @@ class Below:
         fresh: list[Recall] = []
         joined: dict[Recall, None] = {}
         for block in lease.blocks:
-            if block.ready:
+            if block.ready or block.hidden:
                 continue
             if block.loading is not None:
                 joined[block.loading] = None

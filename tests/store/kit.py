@@ -85,9 +85,9 @@ def intact(store: BlockStore, blocks: Iterable[Block]) -> bool:
     return True
 
 
-def live_blocks(store: BlockStore) -> list[Block]:
-    """All that are counted: with a slot, to be found, or kept by what hangs on them."""
-    found = {b: None for slab in store._arena.slabs() for b in slab.owners if b is not None}
+def live_blocks(store: BlockStore, more: Iterable[Block] = ()) -> list[Block]:
+    """All that are counted: with a slot, to be found, kept by what hangs on them, or among ``more``."""
+    found = dict.fromkeys(more) | {b: None for slab in store._arena.slabs() for b in slab.owners if b is not None}
     for tree in (*store._trees.values(), *store._room._dead):
         found |= dict.fromkeys(tree.blocks.values())
     for mine in store._ledger._owned.values():
@@ -109,13 +109,14 @@ def audit(
     moving = list(moving)
     pinned = set(pinned)
     room, arena, stats = store._room, store._arena, store.stats()
-    blocks = live_blocks(store)
+    blocks = live_blocks(store, [*moving, *(block for held in pinned for block in held.held_blocks)])
     assert len(set(map(id, blocks))) == len(blocks) == room.blocks
     assert stats.bytes_used == sum(b.slab.klass.nbytes for b in blocks if b.placed) <= stats.bytes_data
     assert stats.bytes_index == sum(room.charge(b.tree) for b in blocks) + sum(
         namespace_nbytes(tree.space.layers) for tree in store._trees.values()
     )
-    assert all(tree.live and (tree.blocks or tree.busy) for tree in store._trees.values())
+    used = {block.tree for block in blocks}  # also by what is hidden, and is let go of step by step
+    assert all(tree.live and (tree.busy or tree in used) for tree in store._trees.values())
     assert stats.bytes_data + stats.bytes_index_limit <= stats.capacity
     assert stats.bytes_index <= stats.bytes_index_limit
     for slab in arena.slabs():

@@ -420,9 +420,8 @@ class Machine(RuleBasedStateMachine):
             self.clear(space)
         self.store.sweep(self.now)
         stats = self.store.stats()
-        assert (stats.bytes_used, stats.bytes_index, stats.leases, stats.reservations, stats.bytes_held) == (
-            0,
-        ) * 5
+        left = stats.bytes_used, stats.bytes_index, stats.leases, stats.reservations, stats.bytes_held
+        assert left == (0,) * 5, stats
         assert stats.largest_free_run == stats.bytes_data
 
     def teardown(self):
