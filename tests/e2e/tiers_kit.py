@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import os
+import signal
 import subprocess
+import sys
 import threading
+import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -37,7 +41,9 @@ async def tiered(directory: Path, **settings: Any) -> AsyncIterator[Node]:
 
 
 @contextlib.asynccontextmanager
-async def client_of(node: Node, spec: ModelSpec = SPEC, **options: Any) -> AsyncIterator[hypercache.Client]:
+async def client_of(
+    node: Node | Process, spec: ModelSpec = SPEC, **options: Any
+) -> AsyncIterator[hypercache.Client]:
     options = {"codec": "raw", "tenant": hypercache.TenantKey.public(), **options}
     async with await hypercache.connect(node.uris[0], model=spec, **options) as client:
         yield client
@@ -143,3 +149,72 @@ def sick(monkeypatch: pytest.MonkeyPatch) -> Iterator[Sick]:
     monkeypatch.setattr("hypercache.store.disk.System", lambda: system)
     yield system
     system.heal()
+
+
+class Process:
+    """A real ``hypercache-serve`` over a directory."""
+
+    def __init__(self, directory: Path, **settings: str) -> None:
+        flags = {
+            "listen": "tcp://127.0.0.1:0",
+            "admin": "127.0.0.1:0",
+            "memory": "32MiB",
+            "l3-dir": str(directory),
+            "l3-capacity": "192MiB",
+            "l3-segment": "8MiB",
+            **settings,
+        }
+        command = [sys.executable, "-m", "hypercache.cli.main", "serve"]
+        command += [f"--{name}={value}" for name, value in flags.items()]
+        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        assert self.process.stdout is not None
+        self.ready = json.loads(self.process.stdout.readline())
+        self.uris: list[str] = self.ready["uris"]
+
+    async def status(self) -> dict[str, Any]:
+        return await asyncio.to_thread(self._status)
+
+    def _status(self) -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://{self.ready['admin']}/status", timeout=30) as answer:
+            return dict(json.load(answer))
+
+    async def quiet(self) -> dict[str, Any]:
+        """Wait until all is written; the numbers of the disk tier then."""
+        while True:
+            numbers = dict((await self.status())["l3"])
+            if numbers["blocks_waiting"] == numbers["blocks_writing"] == 0:
+                return numbers
+            await asyncio.sleep(0.02)
+
+    def end(self, number: int) -> int:
+        """Send a signal and wait for the end; the exit code."""
+        self.process.send_signal(number)
+        code = self.process.wait(60)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+        return code
+
+
+@contextlib.contextmanager
+def serving(directory: Path, **settings: str) -> Iterator[Process]:
+    process = Process(directory, **settings)
+    try:
+        yield process
+    finally:
+        if process.process.poll() is None:
+            process.end(signal.SIGKILL)
+
+
+_BASE = np.random.default_rng(0).integers(0, 1 << 16, 1 << 20, np.uint16)
+
+
+def cheap_kv(seed: int, spec: ModelSpec = SPEC, tokens: int = PROMPT) -> KVBuffers:
+    """K/V of which every element depends on the seed, made at the speed of memory. 16-bit types, ``raw``."""
+    kv = KVBuffers.allocate(spec, tokens)
+    for layer in range(spec.num_layers):
+        for index, part in enumerate(kv.layer(layer)):
+            bits = part.view(np.uint16)
+            at = 977 * layer + 31 * index
+            bits[...] = _BASE[at : at + bits.size].reshape(bits.shape)
+            bits += np.uint16(seed * 40_503 & 0xFFFF)
+    return kv
