@@ -1,12 +1,12 @@
-# The only entry points: make demo, make test, make lint, make bench, make docs, make install,
-# make install-server, make clean.
+# The only entry points: make demo, make test, make lint, make bench, make soak, make docs,
+# make install, make install-server, make clean.
 PY ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 TRACES ?= $(wildcard ../shared/traces)
 
-.PHONY: install install-server demo test lint bench docs clean
+.PHONY: install install-server demo test lint bench soak docs clean
 
 # pip understands --group since 25.1; a fresh environment may bring an older one.
 define environment
@@ -43,6 +43,10 @@ bench: install
 	$(BIN)/python tools/fabric_throughput.py
 	$(BIN)/python tools/cache_throughput.py
 	$(BIN)/hypercache benchmark $(addprefix --traces ,$(TRACES))
+
+# A minute of everything at random through a memory and a disk that are too small.
+soak: install
+	$(BIN)/python -m tests.e2e.soak_tiers 60
 
 docs: install
 	$(BIN)/python tools/settings_table.py
