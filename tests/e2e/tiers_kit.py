@@ -166,7 +166,10 @@ class Process:
         }
         command = [sys.executable, "-m", "hypercache.cli.main", "serve"]
         command += [f"--{name}={value}" for name, value in flags.items()]
-        self.process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
+        clean = {name: value for name, value in os.environ.items() if not name.startswith("HYPERCACHE_")}
+        self.process = subprocess.Popen(
+            command, env=clean, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+        )
         assert self.process.stdout is not None
         self.ready = json.loads(self.process.stdout.readline())
         self.uris: list[str] = self.ready["uris"]
