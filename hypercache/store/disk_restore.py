@@ -23,6 +23,7 @@ from hypercache.store.hckv_file import (
     SEGMENT_HEADER_NBYTES,
     Contents,
     footer_nbytes,
+    header_fits,
     parse_segment_header,
 )
 from hypercache.store.hckv_scan import Bad, scan
@@ -50,7 +51,8 @@ def identify(files: Files, sizes: dict[int, int]) -> tuple[list[Found], int, byt
     and the directory's store id, if any file tells.
 
     Not ours is what a header that fits calls by another number or another store: a copy that somebody made,
-    which may have what was removed since.
+    which may have what was removed since. Nor what it calls by a version of the future: that is for who can
+    read it, and what looks like a torn end to us need not be one.
     """
     found: list[Found] = []
     others = 0
@@ -73,7 +75,10 @@ def identify(files: Files, sizes: dict[int, int]) -> tuple[list[Found], int, byt
                 others += 1
                 continue
             one.header, one.segment.store = True, header.store
-        except HckvError:
+        except HckvError as error:
+            if error.rule in ("version", "checksum-algorithm") and header_fits(head):
+                others += 1
+                continue
             one.segment.store = _owner(head[SEGMENT_HEADER_NBYTES:])
         found.append(one)
     store = _most_common(one.segment.store for one in found)

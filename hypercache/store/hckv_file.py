@@ -129,14 +129,19 @@ def parse_segment_header(head: bytes) -> SegmentHeader:
         broken("version", f"segment version {version}, known here is {VERSION}: newer HyperCache, or damaged")
     if algorithm != CRC32:
         broken("checksum-algorithm", f"checksum algorithm {algorithm}, known here is {CRC32} (CRC-32)")
-    body = head[: SEGMENT_HEADER_NBYTES - _CRC.size]
-    if _CRC.unpack_from(head, len(body)) != (checksum(memoryview(body)),):
+    if not header_fits(head):
         broken("segment-crc", "the segment header's checksum does not fit its bytes")
     if number > MAX_NUMBER:
         broken("number", f"segment {number}, the last is {MAX_NUMBER}")
     if segment_header(number, store) != head[:SEGMENT_HEADER_NBYTES]:
         broken("reserved", "the segment's header has bytes that no version has given a meaning")
     return SegmentHeader(number, store)
+
+
+def header_fits(head: bytes) -> bool:
+    """Whether a segment's header has the checksum of its bytes, whatever its version."""
+    body = head[: SEGMENT_HEADER_NBYTES - _CRC.size]
+    return _CRC.unpack_from(head, len(body)) == (checksum(memoryview(body)),)
 
 
 # -- what a segment holds

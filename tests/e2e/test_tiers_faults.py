@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import random
 import shutil
 import time
+import zlib
 from collections.abc import Awaitable, Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,7 +18,7 @@ import hypercache
 from hypercache.errors import Unavailable
 from hypercache.server.node import Node
 
-from .conftest import tokens_of
+from .conftest import make_spec, tokens_of
 from .tiers_kit import (
     MIB,
     PROMPT,
@@ -329,3 +332,122 @@ async def test_a_disk_that_hangs_does_not_keep_the_server_from_ending(
         await asyncio.gather(task, return_exceptions=True)
         sick.heal()
     await until(lambda: not sick.hanging)
+
+
+# -- another start
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"l3_capacity": 24 * MIB},
+        {"l3_capacity": 512 * MIB, "l3_segment": 16 * MIB},
+        {"l3_segment": 2 * MIB},
+        {"memory": 8 * MIB},
+        {"policy": "lru"},
+        {"policy": "s3-fifo"},
+        {"l3_fsync": "never"},
+    ],
+    ids=str,
+)
+async def test_a_restart_with_other_settings(tmp_path: Path, other: dict[str, Any]) -> None:
+    """F02: what the directory holds is taken over as far as it fits, and counts from the first moment."""
+    async with tiered(tmp_path) as node, client_of(node) as client:
+        await stored(client, node, range(30))
+    used = nbytes_in(tmp_path)
+    async with tiered(tmp_path, **other) as node, client_of(node) as client:
+        assert l3(node)["disk"]["bytes_files"] >= used
+        assert {await get(client, seed) for seed in range(30)} == {HIT}
+        await stored(client, node, range(30, 45))
+        assert nbytes_in(tmp_path) <= other.get("l3_capacity", 64 * MIB)
+        assert l3(node)["state"] == "on"
+        found = [await get(client, seed) for seed in range(45)]
+        assert set(found) <= SIZES and sum(found) >= 10 * HIT
+        assert other == {"l3_capacity": 24 * MIB} or found[-8:] == [HIT] * 8
+    async with tiered(tmp_path) as node, client_of(node) as client:
+        assert sum([await get(client, seed) for seed in range(45)]) >= 10 * HIT
+
+
+async def test_a_restart_with_an_index_that_is_smaller_than_the_disk(tmp_path: Path) -> None:
+    """Blocks of 1 KiB: the disk has more of them than the memory may know. Some are known, all of those are
+    served, and the index keeps to its limit."""
+    spec = make_spec(layers=2, heads=1, dim=8)
+    tokens = 16 * 400 + 1
+    async with tiered(tmp_path, memory=256 * MIB) as node, client_of(node, spec) as client:
+        for seed in range(20):
+            await put(client, seed, tokens)
+            await written(node)
+        before = node.status()["store"]["blocks"]
+        assert before == 8000
+    async with tiered(tmp_path, memory=8 * MIB) as node, client_of(node, spec) as client:
+        store = node.status()["store"]
+        assert 0 < store["blocks"] < before
+        assert store["bytes_index"] <= store["bytes_index_limit"]
+        found = [await get(client, seed, tokens) for seed in range(20)]
+        assert sum(found) > 0
+        await put(client, 30, 161)
+        assert await get(client, 30, 161) == 160
+
+
+async def test_clients_with_another_codec_leave_the_blocks_of_others_alone(tmp_path: Path) -> None:
+    async with tiered(tmp_path) as node, client_of(node) as client:
+        await stored(client, node, range(3))
+    async with (
+        tiered(tmp_path) as node,
+        client_of(node, codec="int8") as other,
+        client_of(node) as client,
+    ):
+        assert [await get(other, seed) for seed in range(3)] == [0] * 3
+        await put(other, 1)
+        assert await other.clear() == 8
+        assert [await get(client, seed) for seed in range(3)] == [HIT] * 3
+
+
+async def test_files_of_a_newer_version_are_left_alone(tmp_path: Path) -> None:
+    async with tiered(tmp_path) as node, client_of(node) as client:
+        await stored(client, node, range(2))
+    (number,) = numbers(tmp_path)
+    path = tmp_path / f"{number:016x}.hckv"
+    data = bytearray(path.read_bytes())
+    data[8] = 2  # the version in its header, with the checksum that goes with it
+    data[4092:4096] = zlib.crc32(data[:4092]).to_bytes(4, "little")
+    path.write_bytes(data)
+    async with tiered(tmp_path) as node, client_of(node) as client:
+        assert await get(client, 0) == 0
+        await stored(client, node, range(3))
+        assert await get(client, 0) == HIT
+    assert path.read_bytes() == data
+
+
+# -- removals that race with what goes down
+
+
+@pytest.mark.parametrize("way", ["clear", "evict", "weights"])
+async def test_what_is_removed_while_it_is_written_stays_away(tmp_path: Path, way: str) -> None:
+    """E05, F: many times over, at all moments of a demotion; what is stored again right after is there."""
+    rng = random.Random(way)
+    again: list[int] = []
+    async with tiered(tmp_path, l3_segment=MIB) as node, client_of(node) as client:
+        for turn in range(30):
+            here = range(3 * turn, 3 * turn + 3)
+            await asyncio.gather(*[put(client, seed) for seed in here])
+            await asyncio.sleep(rng.choice([0, 0, 0.001, 0.003, 0.01, 0.03]))
+            if way == "evict":
+                for seed in here:
+                    await client.evict(tokens_of(seed, PROMPT))
+            elif way == "clear":
+                await client.clear()
+                again = []
+            if way != "weights" and turn % 3 == 0:
+                await put(client, here[0])
+                again.append(here[0])
+        await written(node)
+        if way != "weights":
+            assert [await get(client, seed) for seed in range(90)] == wanted(again)
+    newer = make_spec(layers=4, heads=4, dim=128, weights=b"newer") if way == "weights" else SPEC
+    async with tiered(tmp_path, l3_segment=MIB) as node, client_of(node, newer) as client:
+        assert [await get(client, seed) for seed in range(90)] == wanted(again)
+
+
+def wanted(seeds: list[int]) -> list[int]:
+    return [HIT if seed in seeds else 0 for seed in range(90)]

@@ -87,7 +87,7 @@ async def test_killed_again_and_again(tmp_path: Path) -> None:
                 before = (await server.quiet())["demoted_total"]
                 safe = [next(seeds) for _ in range(4)]
                 assert all([await put(client, seed) for seed in safe])
-                assert (await server.quiet())["demoted_total"] == before + 8 * len(safe)
+                assert (await server.quiet())["demoted_total"] >= before + 8 * len(safe)
                 gone = [safe.pop()]
                 assert await client.evict(tokens_of(gone[0], PROMPT)) == 8
                 writers = [asyncio.create_task(write(client, seeds, known)) for _ in range(3)]
