@@ -222,7 +222,7 @@ class Fetch(Message):
     """``layers``: first and stop. ``deadline_ms`` from arrival. ``frame_bytes``: preferred payload size.
 
     ``chains``: further runs, each the causal digest of its last block and how many blocks it has. The blocks
-    of ``digests`` travel first, then those of each chain.
+    of ``digests`` travel first, then those of each chain. ``below``: what is on disk may come as it lies.
     """
 
     handle: int
@@ -231,6 +231,7 @@ class Fetch(Message):
     deadline_ms: int
     frame_bytes: int
     chains: tuple[tuple[bytes, int], ...] = ()
+    below: bool = False
 
 
 class Fetching(Message):
@@ -244,10 +245,12 @@ class Layers(Message):
     """Payload: the chunks of ``runs``, in order, each run (layer, first block, count). ``crcs``: one a chunk.
 
     Chunks come layer after layer, block after block, each once. A frame may end and begin anywhere.
+    ``below``: all of this one are in the namespace's codec on disk; only if FETCH allows it.
     """
 
     runs: tuple[Run, ...]
     crcs: tuple[int, ...]
+    below: bool = False
 
 
 class Fetched(Message):

@@ -82,7 +82,12 @@ class ChunkPort(Protocol):
     def check_writable(self) -> None:
         """Raises SpecError that names the layer whose memory cannot be written."""
 
-    def landing(self, runs: Runs) -> Landing: ...
+    @property
+    def below(self) -> Sequence[int]:
+        """Bytes of a chunk in the codec on disk, of each layer; none: it does not take such chunks."""
+
+    def landing(self, runs: Runs, below: bool = False) -> Landing:
+        """below: in the codec on disk."""
 
     def lend(self, runs: Runs, wake: Callable[[], None]) -> Landing | None:
         """The encoded chunks of ``runs``, nothing to keep; None: no buffer is free, ``wake`` tells when."""
@@ -167,6 +172,7 @@ class RowPort:
     """ChunkBuffers as they are: nothing is copied. Rows from ``approximate`` on come from another context."""
 
     borrowed = True
+    below: Sequence[int] = ()
 
     def __init__(self, rows: ChunkBuffers, approximate: int | None) -> None:
         self._rows = rows
@@ -180,7 +186,7 @@ class RowPort:
     def check_writable(self) -> None:
         self._rows.check_writable()
 
-    def landing(self, runs: Runs) -> Landing:
+    def landing(self, runs: Runs, below: bool = False) -> Landing:
         first = self._approximate
         if first is None or all(row + count <= first for _, row, count in runs):
             return self.lend(runs)
@@ -202,22 +208,28 @@ class RowPort:
 
 
 class Coder:
-    """A codec applied to one model in blocks of one size, with the buffers that takes."""
+    """A codec applied to one model in blocks of one size, with the buffers that takes. below: the codec on
+    the server's disk, where that is another."""
 
-    def __init__(self, codec: Codec, spec: ModelSpec, block_size: int, frame_bytes: int) -> None:
+    def __init__(
+        self, codec: Codec, spec: ModelSpec, block_size: int, frame_bytes: int, below: Codec | None = None
+    ) -> None:
         for group in spec.groups:
             if not codec.supports(group.layout.dtype):
                 raise SpecError(
                     f"codec {codec.name!r} does not take {group.layout.dtype.value} K/V; use 'raw'"
                 )
         self.codec = codec
+        self.below = below
         self.block_size = block_size
         self.layouts = [spec.layout(layer) for layer in range(spec.num_layers)]
         self.ropes = [group.rope for group in spec.groups]
         groups = {layer: i for i, group in enumerate(spec.groups) for layer in group.layers}
         self.rope_of = [groups[layer] for layer in range(spec.num_layers)]  # index into ropes
         self.chunk_nbytes = tuple(codec.chunk_nbytes(layout, block_size) for layout in self.layouts)
-        largest = max(frame_bytes, *self.chunk_nbytes)
+        lying = [] if below is None else [below.chunk_nbytes(layout, block_size) for layout in self.layouts]
+        self.below_nbytes = tuple(lying)
+        largest = max(frame_bytes, *self.chunk_nbytes, *lying)
         self.outgoing = Staging(largest, OUTGOING)
         self.incoming = Staging(largest, INCOMING)
 
@@ -251,22 +263,28 @@ class CodecPort:
             if not all(part.flags.writeable for part in self._kv.layer(layer)):
                 raise SpecError(f"the K/V buffers of layer {layer} are read-only; fetch into writable arrays")
 
-    def landing(self, runs: Runs) -> Landing:
-        buffer = self._coder.incoming.take_now()
-        rows = self._rows(buffer, runs)
+    @property
+    def below(self) -> Sequence[int]:
+        return self._coder.below_nbytes
+
+    def landing(self, runs: Runs, below: bool = False) -> Landing:
+        coder = self._coder
+        codec = coder.below if below and coder.below is not None else coder.codec
+        buffer = coder.incoming.take_now()
+        rows = self._rows(buffer, runs, coder.below_nbytes if below else coder.chunk_nbytes)
 
         def keep(run: int, good: int) -> None:
             if good:
                 layer, first, _ = runs[run]
-                self._decode(layer, first, rows[run][:good])
+                self._decode(codec, layer, first, rows[run][:good])
 
-        return self._landing(buffer, rows, keep, lambda: self._coder.incoming.give(buffer))
+        return self._landing(buffer, rows, keep, lambda: coder.incoming.give(buffer))
 
     def lend(self, runs: Runs, wake: Callable[[], None]) -> Landing | None:
         buffer = self._coder.outgoing.take(wake)
         if buffer is None:
             return None
-        rows = self._rows(buffer, runs)
+        rows = self._rows(buffer, runs, self._coder.chunk_nbytes)
         try:
             for (layer, first, count), into in zip(runs, rows, strict=True):
                 self._coder.codec.encode(self._coder.layouts[layer], self._parts(layer, first, count), into)
@@ -290,12 +308,12 @@ class CodecPort:
             at += run.size
         return Landing([whole], chunks, keep, done)
 
-    def _rows(self, buffer: Bytes, runs: Runs) -> list[Bytes]:
+    def _rows(self, buffer: Bytes, runs: Runs, sizes: Sequence[int]) -> list[Bytes]:
         """``buffer`` as one array (blocks, chunk bytes) a run, back to back."""
         rows = []
         at = 0
         for layer, _, count in runs:
-            size = self._coder.chunk_nbytes[layer]
+            size = sizes[layer]
             rows.append(buffer[at : at + count * size].reshape(count, size))
             at += count * size
         return rows
@@ -318,8 +336,8 @@ class CodecPort:
         stop = begin + count * self._coder.block_size
         return [part[:, begin:stop, :] for part in self._kv.layer(layer)]
 
-    def _decode(self, layer: int, first: int, rows: Bytes) -> None:
-        layout, decode, size = self._coder.layouts[layer], self._coder.codec.decode, self._coder.block_size
+    def _decode(self, codec: Codec, layer: int, first: int, rows: Bytes) -> None:
+        layout, decode, size = self._coder.layouts[layer], codec.decode, self._coder.block_size
         count = rows.shape[0]
         begin, delta = self._place(first)
         turn, clip = self._turn(layer, delta), self._start - begin

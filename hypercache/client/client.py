@@ -141,7 +141,8 @@ class Client:
         self._hasher = Hasher(self.namespace, tenant)
         self._tenant = tenant
         self._place = Place()
-        self._coder = Coder(self.codec, model, block_size, FRAME_BYTES)
+        lying = codecs.get(below) if below else None
+        self._coder = Coder(self.codec, model, block_size, FRAME_BYTES, lying)
         self.chunk_nbytes = self._coder.chunk_nbytes
         self._label = _label(model, self.namespace, salt)
         layouts, layer_layouts = protocol.tell_layouts(self._coder.layouts)
@@ -177,7 +178,8 @@ class Client:
             raise error
 
     def _warm(self) -> None:
-        codecs.warm(self.codec, self._coder.layouts)
+        for codec in filter(None, (self.codec, self._coder.below)):
+            codecs.warm(codec, self._coder.layouts)
         if not self.modular_refusal:
             fingerprint.warm()
 

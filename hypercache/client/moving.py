@@ -115,6 +115,7 @@ class Mover:
             max(1, int(budget * 1000)),
             frame_bytes,
             tuple([(stretch.span.tail, stretch.blocks) for stretch in stretches if stretch.span is not None]),
+            bool(port.below),
         )
         arrival = arriving(into, stretches, start, whole=layers == every)
         self._link.begin(message, operation)

@@ -71,13 +71,19 @@ class Piece(NamedTuple):
 class _FrameSink(Sink):
     """Memory for one frame of a fetch; its pieces are used one by one, as soon as they are there."""
 
-    __slots__ = ("_ends", "_landing", "_operation", "_pieces", "_used", "_verifier")
+    __slots__ = ("_ends", "_landing", "_operation", "_pieces", "_sizes", "_used", "_verifier")
 
     def __init__(
-        self, operation: FetchOperation, pieces: Sequence[Piece], landing: Landing, crcs: Sequence[int]
+        self,
+        operation: FetchOperation,
+        pieces: Sequence[Piece],
+        landing: Landing,
+        crcs: Sequence[int],
+        sizes: Sequence[int],
     ) -> None:
         self._operation = operation
         self._pieces = pieces
+        self._sizes = sizes
         self._landing = landing
         self._verifier = Verifier(landing.chunks, crcs)
         self._used = 0
@@ -85,16 +91,16 @@ class _FrameSink(Sink):
         super().__init__(landing.views, landed=self._landed, closed=self._closed)
         at = 0
         for piece in pieces:
-            at += piece.blocks * operation.chunk_nbytes[piece.layer]
+            at += piece.blocks * sizes[piece.layer]
             self._ends.append(at)
 
     def _landed(self, total: int) -> None:
         self._verifier.landed(total)
         while self._used < len(self._ends) and self._ends[self._used] <= total:
             index, self._used = self._used, self._used + 1
-            self._operation.landed(
-                self._pieces[index], self._bad_in(index), partial(self._landing.keep, index)
-            )
+            piece = self._pieces[index]
+            self._operation.wire_bytes += piece.blocks * self._sizes[piece.layer]
+            self._operation.landed(piece, self._bad_in(index), partial(self._landing.keep, index))
 
     def _bad_in(self, index: int) -> int | None:
         """Offset of the first chunk of a piece that does not match its checksum."""
@@ -198,24 +204,27 @@ class FetchOperation(Operation):
                 raise ProtocolError(
                     f"LAYERS has run {run}, layer {cursor.layer} block {cursor.block} is next"
                 )
-        need = protocol.payload_nbytes(runs, self.chunk_nbytes)
-        largest = max(self._frame_bytes, *self.chunk_nbytes)
+        sizes = self._port.below if message.below else self.chunk_nbytes
+        if not sizes:
+            raise ProtocolError("LAYERS in the codec on disk, which was not allowed")
+        need = protocol.payload_nbytes(runs, sizes)
+        largest = max(self._frame_bytes, *sizes)
         chunks = sum([count for _, _, count in runs])
         if not runs or len(crcs) != chunks or payload_nbytes != need or need > largest:
             raise ProtocolError(f"LAYERS carries {len(crcs)} checksums, {payload_nbytes} bytes for {need}")
         pieces = self._pieces(runs)
         try:
-            landing = self._port.landing([(piece.layer, piece.row, piece.blocks) for piece in pieces])
+            rows = [(piece.layer, piece.row, piece.blocks) for piece in pieces]
+            landing = self._port.landing(rows, message.below)
         except Exception as error:
             self._failed("the buffers cannot be written", error)
             return None
-        return _FrameSink(self, pieces, landing, crcs)
+        return _FrameSink(self, pieces, landing, crcs, sizes)
 
     def landed(self, piece: Piece, bad: int | None, keep: Callable[[int], None]) -> None:
         """All chunks of ``piece`` are there; ``bad`` is the first that does not match its checksum."""
         if self.ended:
             return
-        self.wire_bytes += piece.blocks * self.chunk_nbytes[piece.layer]
         if bad is not None:
             self._spoil(piece.stretch, piece.first + bad, "checksum mismatch on arrival")
         try:

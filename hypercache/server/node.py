@@ -33,6 +33,10 @@ HOT_SHOWN = 20
 BUFFERS_SHARE, BUFFERS_MOST = 1 / 16, 128 << 20
 
 
+def _buffers(memory: int) -> int:
+    return min(int(memory * BUFFERS_SHARE), BUFFERS_MOST)
+
+
 class Node:
     """A ``hypercache-serve`` process, without the process: start, drain, stop."""
 
@@ -41,8 +45,7 @@ class Node:
         self.metrics = Metrics()
         self._log = log
         self._started = time.time()
-        buffers = min(int(config.memory * BUFFERS_SHARE), BUFFERS_MOST)
-        self._store = self._open_store(config.memory - buffers)
+        self._store = self._open_store(config.memory - _buffers(config.memory))
         self._context = Context(
             store=self._store,
             metrics=self.metrics,
@@ -140,7 +143,13 @@ class Node:
             fsync=cast("Fsync", config.l3_fsync),
             open_files=descriptors.segments(),
         )
-        self._context.tiers = Tiers(self._store, disk, clock=time.monotonic, log=self._log)
+        self._context.tiers = Tiers(
+            self._store,
+            disk,
+            raw_nbytes=_buffers(config.memory) // 2,
+            clock=time.monotonic,
+            log=self._log,
+        )
         await self._context.tiers.restore()
 
     async def drain(self) -> None:

@@ -22,7 +22,7 @@ from hypercache.errors import HyperCacheError, ProtocolError, SpecError, StoreFu
 from hypercache.keys import BLOCK_SIZES, HASH_VERSION, SEAL_NBYTES, context_name, seal
 from hypercache.protocol import ErrorCode, Op
 from hypercache.server.context import Context
-from hypercache.server.streams import FetchStream, PutSink, StoreStream
+from hypercache.server.streams import FetchStream, PutSink, Raw, StoreStream
 from hypercache.store import Lease, Namespace, NamespaceInfo, Run
 
 AGENT = "hypercache-serve/0.1.0"
@@ -315,6 +315,8 @@ class Session:
             )
         )
         self.context.open_layers += len(chunks)
+        if self.context.tiers is not None:
+            self.context.tiers.opened(namespace.info)
         self._handles.append(namespace)
         blocks = self.context.store.count(namespace)
         self.log.info("namespace", label=message.label, blocks=blocks)
@@ -357,24 +359,26 @@ class Session:
         loading = _Loading(namespace, lease, message, now + seconds, len(digests))
         tiers = self.context.tiers
         if tiers is None or lease.ready:
-            self._send(channel, request_id, loading)
+            self._send(channel, request_id, loading, {})
             return
         self._loading[request_id] = loading
-        tiers.load(lease, partial(self._loaded, channel, request_id, loading))
+        ready = partial(self._loaded, channel, request_id, loading)
+        if not (message.below and namespace.info.transcoded and tiers.read(lease, ready)):
+            tiers.load(lease, partial(ready, {}))
 
-    def _loaded(self, channel: Channel, request_id: int, loading: _Loading) -> None:
-        """What there is of a fetch's blocks lies in memory now."""
+    def _loaded(self, channel: Channel, request_id: int, loading: _Loading, raw: Raw) -> None:
+        """What there is of a fetch's blocks lies in memory now, ``raw`` of it as it lies on disk."""
         if self._loading.get(request_id) is not loading:
             return  # cancelled, too late, or the client is gone
         del self._loading[request_id]
         try:
-            self._send(channel, request_id, loading)
+            self._send(channel, request_id, loading, raw)
         except FabricError as error:
             channel.abort(error)
 
-    def _send(self, channel: Channel, request_id: int, loading: _Loading) -> None:
+    def _send(self, channel: Channel, request_id: int, loading: _Loading, raw: Raw) -> None:
         lease, message, namespace = loading.lease, loading.message, loading.namespace
-        lease.settle()
+        lease.settle(raw)
         hit, *chains = lease.counts
         self.context.metrics.fetch_started(
             asked=loading.asked,
@@ -398,6 +402,7 @@ class Session:
             deadline=loading.deadline,
             clock=self.context.clock,
             finished=self._fetch_finished,
+            raw=raw,
         )
         self._fetches[request_id] = stream
         channel.add_source(stream)

@@ -8,19 +8,24 @@ reservations) and give it back exactly once, when no transport can touch the byt
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 
 from fabrics import Outgoing, Sink
 from hypercache import protocol
 from hypercache.checksum import Verifier
 from hypercache.errors import ProtocolError, StoreFull
-from hypercache.store import BlockStore, HoldEnded, Lease, Namespace, Reservation, Skip
+from hypercache.store import Block, BlockStore, HoldEnded, Lease, Namespace, Reservation, Skip
 
 Clock = Callable[[], float]
 
 
+#: Blocks of a lease as they lie in L3: the chunks of each, one a layer, and their checksums.
+Raw = Mapping[Block, tuple[Sequence[memoryview], Sequence[int]]]
+
+
 class FetchStream:
-    """Sends leased blocks, layer after layer, as many chunks a frame as the client likes."""
+    """Sends leased blocks, layer after layer, as many chunks a frame as the client likes. ``raw`` are sent as
+    they lie in L3, in frames of their own."""
 
     def __init__(
         self,
@@ -34,6 +39,7 @@ class FetchStream:
         deadline: float,
         clock: Clock,
         finished: Callable[[FetchStream], None],
+        raw: Raw,
     ) -> None:
         self.request_id = request_id
         self.deadline = deadline
@@ -44,7 +50,8 @@ class FetchStream:
         self.outcome = ""  # "", then "ok", "deadline" or "cancelled"
         self._store = store
         self._lease = lease
-        self._chunk_nbytes = namespace.info.chunk_nbytes
+        self._raw = raw
+        self._sizes = (namespace.info.chunk_nbytes, namespace.info.below_nbytes if raw else ())
         self._frame_bytes = frame_bytes
         self._clock = clock
         self._finished = finished
@@ -60,8 +67,10 @@ class FetchStream:
         if self._clock() > self.deadline or self._lease.ended:
             self._end("deadline")
             return self._reply(protocol.Error(protocol.ErrorCode.DEADLINE, "the fetch ran out of time"))
-        runs = protocol.plan_frame(cursor.ahead(), self._chunk_nbytes, self._frame_bytes)
-        chunk = self._store.chunk
+        below = bool(self._raw) and blocks[cursor.block] in self._raw
+        sizes = self._sizes[below]
+        runs = protocol.plan_frame(self._ahead(below), sizes, self._frame_bytes)
+        chunk, raw = self._store.chunk, self._raw
         payload: list[memoryview] = []
         crcs: list[int] = []
         causal = self._lease.counts[0]
@@ -69,15 +78,32 @@ class FetchStream:
             cursor.take(run)
             layer, first, count = run
             modular = count - max(0, min(causal - first, count))
-            self.modular_bytes_sent += modular * self._chunk_nbytes[layer]
+            self.modular_bytes_sent += modular * sizes[layer]
             batch = blocks[first : first + count]
-            payload += [chunk(block, layer) for block in batch]
-            crcs += [block.crcs[layer] for block in batch]
-        op, body = protocol.encode(protocol.Layers(tuple(runs), tuple(crcs)))
+            if below:
+                payload += [raw[block][0][layer] for block in batch]
+                crcs += [raw[block][1][layer] for block in batch]
+            else:
+                payload += [chunk(block, layer) for block in batch]
+                crcs += [block.crcs[layer] for block in batch]
+        op, body = protocol.encode(protocol.Layers(tuple(runs), tuple(crcs), below))
         self._store.pin(self._lease)
         self.lent += 1
-        self.bytes_sent += protocol.payload_nbytes(runs, self._chunk_nbytes)
+        self.bytes_sent += protocol.payload_nbytes(runs, sizes)
         return Outgoing(op, self.request_id, body, payload, release=self._taken_back)
+
+    def _ahead(self, below: bool) -> Iterator[protocol.Run]:
+        """What is left, as far as it lies in the same tier."""
+        blocks, raw = self._lease.blocks, self._raw
+        for layer, first, count in self._cursor.ahead():
+            alike = count
+            if raw:
+                run = enumerate(blocks[first : first + count])
+                alike = next((at for at, block in run if (block in raw) != below), count)
+            if alike:
+                yield layer, first, alike
+            if alike < count:
+                return
 
     def cancel(self) -> None:
         """The client gave up or is gone."""
@@ -94,6 +120,7 @@ class FetchStream:
 
     def _end(self, outcome: str) -> None:
         self.outcome = outcome
+        self._raw = {}
         self.ended_at = self._clock()
         self._store.release(self._lease)  # frames that are still lent out keep their pins
         self._finished(self)

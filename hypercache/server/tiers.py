@@ -10,14 +10,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import weakref
 from array import array
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
+import numpy as np
+
 from hypercache.errors import HyperCacheError
+from hypercache.server.streams import Raw
 from hypercache.server.worker import Workers
-from hypercache.store import BlockStore, Lease
+from hypercache.store import BlockStore, Lease, NamespaceInfo, transcode
 from hypercache.store.below import Below, Recall
 from hypercache.store.disk import Damaged, Disk, DiskFault, Write
 
@@ -28,6 +33,7 @@ if TYPE_CHECKING:
 
 READ_NBYTES: Final = 2 << 20  # that one reading thread fetches before it tells
 READERS: Final = 4
+MOST_PROMOTIONS: Final = 16  # pieces that wait for it
 MOVE_BLOCKS: Final = 64
 IDLE_S: Final = 0.05
 RETRY_S, RETRY_MOST_S = 0.5, 10.0
@@ -38,16 +44,19 @@ MOST_READS: Final = 1024  # jobs that wait for one which does not answer
 TEND_S: Final = 0.1
 
 Removed = Callable[[str], None]  # "" or why it may come back
+Lying = tuple[Sequence[memoryview], Sequence[int]]  # a block's chunks and checksums, as on disk
 
 
 class Tiers:
-    """What a server with an L3 has beside its store. Only for use in the event loop."""
+    """What a server with an L3 has beside its store. Only for use in the event loop. raw_nbytes: memory for
+    blocks that are sent as they lie on disk."""
 
     def __init__(
         self,
         store: BlockStore,
         disk: Disk,
         *,
+        raw_nbytes: int,
         clock: Callable[[], float],
         log: structlog.typing.FilteringBoundLogger,
     ) -> None:
@@ -59,6 +68,10 @@ class Tiers:
         self._log = log
         self._writer = Workers("L3 writer", 1, WRITER_NICE)
         self._readers = Workers("L3 reader", READERS)
+        self._promoter = Workers("L3 promoter", 1, WRITER_NICE)
+        self._raw_nbytes = 0  # of blocks that are sent as they lie on disk
+        self._raw_gone: deque[int] = deque()  # of that, what is no longer used; any thread may find that out
+        self._raw_limit = raw_nbytes
         self._waiting: dict[Recall, list[_Wait]] = {}
         self._owed: list[tuple[bytes, list[bytes] | None]] = []  # removals that the disk did not take
         self._task: asyncio.Task[None] | None = None
@@ -107,13 +120,19 @@ class Tiers:
         await asyncio.gather(*tasks, return_exceptions=True)
         self._writer.submit(partial(self._disk.close, purge=purge), self._closed)
         left = max(end - self._clock(), GRACE_S)
-        quiet = await asyncio.gather(self._readers.close(left), self._writer.close(left))
+        workers = self._readers, self._promoter, self._writer
+        quiet = await asyncio.gather(*[each.close(left) for each in workers])
         if not all(quiet):
             self._log.error("L3 does not answer; left as it is", directory=str(self._disk.directory))
 
     def _closed(self, _: None, error: Exception | None) -> None:
         if error is not None:
             self._log.error("L3 was not closed cleanly", reason=str(error))
+
+    def opened(self, info: NamespaceInfo) -> None:
+        """A client may ask for blocks of this namespace: compile what that takes."""
+        if info.transcoded and self._promoter.waiting < MOST_PROMOTIONS:
+            self._promoter.submit(partial(transcode.warm, info), _warmed)
 
     # -- L3 -> L2
 
@@ -135,7 +154,7 @@ class Tiers:
 
     def _read(self, recall: Recall) -> list[array[int] | None]:
         found: list[array[int] | None] = []
-        if not recall.turn.acquire(blocking=False):
+        if not recall.claim():
             return found  # nobody waits for it any more
         for block, place, chunks in zip(recall.blocks, recall.places, recall.chunks, strict=True):
             try:
@@ -169,9 +188,80 @@ class Tiers:
         while True:
             await asyncio.sleep(TEND_S)
             for recall, waits in list(self._waiting.items()):
-                if all(wait.lease.ended for wait in waits) and recall.turn.acquire(blocking=False):
+                if waits and all(wait.lease.ended for wait in waits) and recall.claim():
                     self._below.unread(recall)
                     self._over(recall)
+
+    def read(self, lease: Lease, ready: Callable[[Raw], None]) -> bool:
+        """The same without a place in memory: ``ready`` gets the blocks as they lie on disk, in buffers that
+        are kept as long as it keeps them. What is used often gets its place afterwards. False, and no more,
+        if there is no room for the buffers."""
+        while self._raw_gone:
+            self._raw_nbytes -= self._raw_gone.popleft()
+        cold = [block for block in lease.blocks if not block.ready and block.record >= 0]
+        sizes = cold[0].tree.space.info.below_nbytes if cold else ()
+        nbytes = len(cold) * sum(sizes)
+        if not cold or self._raw_nbytes + nbytes > self._raw_limit or self._readers.waiting >= MOST_READS:
+            return False
+        each = max(1, READ_NBYTES // sum(sizes))
+        pieces = [cold[at : at + each] for at in range(0, len(cold), each)]
+        found: dict[Block, Lying] = {}
+        left = len(pieces)
+
+        def landed(
+            piece: list[Block], places: list[int], got: list[Lying | None] | None, error: object
+        ) -> None:
+            nonlocal left
+            left -= 1
+            for block, was, one in zip(piece, places, got or [None] * len(piece), strict=True):
+                if one is not None:
+                    found[block] = one
+                else:
+                    self.loads_failed_total += 1
+                    self._below.lost(block, was)
+            if not left:
+                ready(found)
+                self._promote(found)
+
+        for piece in pieces:
+            memory = np.empty(len(piece) * sum(sizes), np.uint8)
+            buffer = memoryview(memory)  # type: ignore[arg-type]
+            self._raw_nbytes += buffer.nbytes
+            weakref.finalize(memory, self._raw_gone.append, buffer.nbytes)
+            places = [block.record for block in piece]
+            job = partial(self._read_raw, piece, places, sizes, buffer)
+            self._readers.submit(job, partial(landed, piece, places))
+        return True
+
+    def _read_raw(
+        self, piece: list[Block], places: list[int], sizes: tuple[int, ...], buffer: memoryview
+    ) -> list[Lying | None]:
+        found: list[Lying | None] = []
+        at = 0
+        for block, place in zip(piece, places, strict=True):
+            chunks: list[memoryview] = []
+            for size in sizes:
+                chunks.append(buffer[at : at + size])
+                at += size
+            try:
+                info = block.tree.space.info
+                crcs = self._disk.read(info, block.digest, place, chunks, as_it_lies=True)
+            except (Damaged, DiskFault) as error:
+                self._log.warning("L3 has a block no more", reason=str(error))
+                found.append(None)
+            else:
+                found.append((chunks, crcs))
+        return found
+
+    def _promote(self, used: Iterable[Block]) -> None:
+        """Blocks that were read past the memory get a place in it, if they are used often enough."""
+        wanted = self._below.wanted(list(used))
+        if not wanted or self._promoter.waiting >= MOST_PROMOTIONS:
+            return
+        fresh, _ = self._below.fetch(wanted, READ_NBYTES)
+        for recall in fresh:
+            self._waiting[recall] = []
+            self._promoter.submit(partial(self._read, recall), partial(self._loaded, recall))
 
     # -- removals
 
@@ -318,6 +408,8 @@ class Tiers:
             "blocks_writing": below.writing,
             "bytes_writing_limit": self._disk.batch_nbytes,
             "blocks_loading": below.loading,
+            "bytes_sending": self._raw_nbytes,
+            "bytes_sending_limit": self._raw_limit,
             "removals_owed": len(self._owed),
             "removals_owed_limit": MOST_REMOVALS,
             "demoted_total": below.demoted_total,
@@ -330,6 +422,10 @@ class Tiers:
             "pauses_total": self.pauses_total,
             "disk": dataclasses.asdict(self._disk.stats()),
         }
+
+
+def _warmed(_: None, error: Exception | None) -> None:
+    """Who needs it will find out."""
 
 
 class _Wait:

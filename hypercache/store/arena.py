@@ -147,6 +147,14 @@ class Arena(Generic[Owner]):
         self.used += klass.nbytes
         return slab, slot
 
+    def spare(self, nbytes: int) -> int:
+        """How many objects of ``nbytes`` there is room for as it is: no region is counted for two sizes."""
+        klass = self.size_class(nbytes)
+        if klass is None:
+            return 0
+        slabs = self.regions_free // klass.run
+        return sum(klass.count - slab.used for slab in klass.partial) + slabs * klass.count
+
     def release(self, slab: Slab[Owner], slot: int) -> None:
         """Take a slot back. The caller answers for it that nobody reads or writes it any more."""
         klass = slab.klass

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import islice
-from threading import Lock
+from typing import Final
 
 from hypercache.errors import HyperCacheError
 from hypercache.store import hckv
@@ -25,6 +25,7 @@ from hypercache.store.namespace import Namespace, NamespaceInfo
 from hypercache.store.policy import Policy
 from hypercache.store.room import NO_CRCS, Room
 
+ADMITTED: Final = 3  # uses, being stored and being asked for now among them
 Chunks = list[memoryview]  # each layer's, in its slot
 
 
@@ -33,10 +34,14 @@ class Recall:
     """Blocks whose bytes are coming from L3 into the slots that they have got."""
 
     blocks: list[Block] = field(default_factory=list)
-    turn: Lock = field(default_factory=Lock)  # taken once: by who reads it, or by who gives it up before
     places: list[int] = field(default_factory=list)
     chunks: list[Chunks] = field(default_factory=list)  # writable, for each block
     nbytes: int = 0
+    _once: Iterator[bool] = field(default_factory=lambda: iter((True,)))
+
+    def claim(self) -> bool:
+        """True for the first who asks, in whatever thread: who reads it, or who gives it up before."""
+        return next(self._once, False)
 
 
 class Below:
@@ -120,7 +125,10 @@ class Below:
             block = self._path.pop()
             behind = block.parent is None or block.parent.record != UNWRITTEN
             if behind and block.state == COMMITTED and block.record == UNWRITTEN and block.tree.live:
-                return block
+                if block.ready:
+                    return block
+                self._path = []
+                break  # L3 forgot it while it was read from there: it will have come in a moment
             self._path = []  # much may have happened since it was made
         return None
 
@@ -160,15 +168,21 @@ class Below:
     def recall(self, lease: Lease, limit_nbytes: int) -> tuple[list[Recall], list[Recall]]:
         """What is to be read so that all of ``lease`` can be: in pieces of about so many bytes, and those
         that others have begun. Takes slots; where there is none left, the lease will turn out shorter."""
+        return self.fetch(lease.blocks, limit_nbytes)
+
+    def fetch(self, blocks: Sequence[Block], limit_nbytes: int) -> tuple[list[Recall], list[Recall]]:
+        """The same of blocks that somebody holds, or that are to come because they are used."""
         fresh: list[Recall] = []
         joined: dict[Recall, None] = {}
-        for block in lease.blocks:
+        for block in blocks:
             if block.ready or block.hidden:
                 continue
             if block.loading is not None:
                 joined[block.loading] = None
                 continue
+            self._hold(block)
             if not self._room.place(block):
+                self._drop(block)
                 break
             if not fresh or fresh[-1].nbytes >= limit_nbytes:
                 fresh.append(Recall())
@@ -180,9 +194,23 @@ class Below:
             recall.chunks.append([arena.view(block.slab, block.slot, *span) for span in spans])
             recall.nbytes += space.nbytes
             block.loading = recall
-            self._hold(block)
             self.loading += 1
         return fresh, [recall for recall in joined if recall not in fresh]
+
+    def lost(self, block: Block, was: int) -> None:
+        """L3 has nothing at ``was``, where a cold block lay: it is gone, with all behind it."""
+        if block.state == COMMITTED and block.tree.live and block.record == was and not block.placed:
+            block.record = UNWRITTEN
+            self.damaged_total += 1
+            self._remove(block, "L3 has it no more")
+
+    def wanted(self, blocks: Sequence[Block]) -> list[Block]:
+        """Which of these blocks of one namespace, just read from L3, get a place in memory: as many as there
+        is room for, and those that are used again and again."""
+        cold = [block for block in blocks if block.state == COMMITTED and block.record >= 0]
+        cold = [block for block in cold if not block.placed]
+        spare = self._room.arena.spare(cold[0].tree.space.nbytes) if cold else 0
+        return [block for at, block in enumerate(cold) if at < spare or block.uses >= ADMITTED]
 
     def recalled(self, recall: Recall, results: Sequence[array[int] | None]) -> None:
         """``recall`` is over: each block's checksums, or None where L3 has it no more, or damaged."""
@@ -193,6 +221,8 @@ class Below:
             elif crcs is not None:
                 block.crcs, block.loading = crcs, None
                 self._room.heat(block, 1)
+                if block.record == UNWRITTEN:
+                    self._room.soil(block)
                 self.promoted_total += 1
                 self.admitted_total += self._policy.admit(block, block.used)  # told by the lease
             elif block.record not in (was, UNWRITTEN):  # it was moved while it was read
@@ -380,9 +410,9 @@ class Below:
         for block in blocks:
             if block.state != COMMITTED or not block.tree.live or block.record < 0:
                 continue
-            if block.placed:  # or is just coming: then it is read already, or will be found missing
+            if block.placed:
                 block.record = UNWRITTEN
-                if again:
+                if again and block.ready:  # else it waits for being written when it has come
                     self._room.soil(block)
             else:
                 self._room.evicted += self._remove(block, "L3 has no room for it")

@@ -440,17 +440,23 @@ class Disk:
     # -- reading
 
     def read(
-        self, info: NamespaceInfo, digest: bytes, place: int, chunks: Sequence[memoryview]
+        self,
+        info: NamespaceInfo,
+        digest: bytes,
+        place: int,
+        chunks: Sequence[memoryview],
+        *,
+        as_it_lies: bool = False,
     ) -> array[int]:
-        """Fill ``chunks``, each layer's, in the wire codec, from the record at ``place``. Returns the CRC-32
-        of each. Any thread.
+        """Fill ``chunks``, each layer's, from the record at ``place``: in the wire codec, or as they lie
+        there. Returns the CRC-32 of each. Any thread.
 
         Raises Damaged if that is not an intact record of this block; DiskFault. Then ``chunks`` hold
         unspecified bytes.
         """
         if self._closed:
             raise closed(self.directory)
-        return self._reader.read(info, digest, place, chunks)
+        return self._reader.read(info, digest, place, chunks, as_it_lies)
 
     # -- numbers
 

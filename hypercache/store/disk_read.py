@@ -40,19 +40,20 @@ class Reader:
             self.damaged += damaged
 
     def read(
-        self, info: NamespaceInfo, digest: bytes, place: int, chunks: Sequence[memoryview]
+        self, info: NamespaceInfo, digest: bytes, place: int, chunks: Sequence[memoryview], as_it_lies: bool
     ) -> array[int]:
         """As Disk.read."""
         found = tuple(chunk.nbytes for chunk in chunks)
-        if found != info.chunk_nbytes:
+        sizes = info.below_nbytes if as_it_lies else info.chunk_nbytes
+        if found != sizes:
             raise SpecError(
-                f"namespace {info.label!r} has {len(info.chunk_nbytes)} chunks of {sum(info.chunk_nbytes)} "
+                f"namespace {info.label!r} has {len(sizes)} chunks of {sum(sizes)} "
                 f"bytes, the memory for them {len(found)} of {sum(found)}"
             )
         number = number_of(place)
         where = self._files.path / segment_name(number)
         try:
-            crcs, nbytes = self._read(info, digest, number, offset_of(place), chunks)
+            crcs, nbytes = self._read(info, digest, number, offset_of(place), chunks, as_it_lies)
         except DiskFault:
             raise
         except FileNotFoundError as error:
@@ -67,13 +68,19 @@ class Reader:
         return crcs
 
     def _read(
-        self, info: NamespaceInfo, digest: bytes, number: int, offset: int, chunks: Sequence[memoryview]
+        self,
+        info: NamespaceInfo,
+        digest: bytes,
+        number: int,
+        offset: int,
+        chunks: Sequence[memoryview],
+        as_it_lies: bool,
     ) -> tuple[array[int], int]:
         segment = self._segments.get(number)
         if segment is None:
             raise Damaged("its segment is gone")
         nbytes = hckv.block_nbytes(info)
-        read = self._transcoded if info.transcoded else self._plain
+        read = self._plain if as_it_lies or not info.transcoded else self._transcoded
         handle = self._files.acquire(number)
         try:
             return read(handle.fd, segment, offset, info, digest, chunks), nbytes
@@ -91,7 +98,7 @@ class Reader:
     ) -> array[int]:
         """Straight to where the bytes are wanted."""
         start, nbytes = hckv.payload_offset(info), hckv.block_nbytes(info)
-        own = self._memory(nbytes - sum(info.chunk_nbytes))
+        own = self._memory(nbytes - sum(info.below_nbytes))
         head, tail = own[:start], own[start:]
         if read_into(self._system, fd, [head, *chunks, tail], offset) != nbytes:
             raise Damaged("the file ends inside the record")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Container, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -83,16 +83,18 @@ class Lease(Hold):
         """Whether all its blocks can be read from where they lie."""
         return all(block.ready for block in self.blocks)
 
-    def settle(self) -> None:
-        """What of it cannot be read (it did not come from L3) is no longer part of it: of the first chain,
-        the run before that is left, of another one nothing. It holds what it held."""
+    def settle(self, others: Container[Block] = ()) -> None:
+        """What of it cannot be read (it did not come from L3, nor is it among ``others``) is no longer part
+        of it: of the first chain, the run before that is left, of another one nothing. It holds what it
+        held."""
         counts: list[int] = []
         blocks: list[Block] = []
         end = 0
         for number, count in enumerate(self.counts):
             chain = self.blocks[end : end + count]
             end += count
-            good = next((at for at, block in enumerate(chain) if not block.ready), count)
+            lacking = (at for at, block in enumerate(chain) if not block.ready and block not in others)
+            good = next(lacking, count)
             good = good if good == count or number == 0 else 0
             counts.append(good)
             blocks += chain[:good]

@@ -58,17 +58,19 @@ async def put(client: hypercache.Client, seed: int, tokens: int = PROMPT) -> Non
     assert result.stored + result.outcome.get("exists", 0) == tokens // 16, result
 
 
-async def get(client: hypercache.Client, seed: int, tokens: int = PROMPT, cosine: float = 1.0) -> int:
-    """Tokens found of a prompt, each of them checked: bit for bit, or by its cosine."""
+async def get(
+    client: hypercache.Client, seed: int, tokens: int = PROMPT, cosine: float = 1.0, of: int = 0
+) -> int:
+    """Tokens found of a prompt, each of them checked: bit for bit, or by its cosine. of: tokens of the prompt
+    that was stored, where that is longer."""
+    true_kv = kv_of(seed, client.model, of or tokens)
     into = poisoned(client.model, tokens)
     found = (await client.fetch(tokens_of(seed, tokens), into)).hit_tokens
     if cosine == 1.0:
-        assert same(kv_of(seed, client.model, tokens), into, 0, found)
+        assert same(true_kv, into, 0, found)
     elif found:
         for layer in range(client.model.num_layers):
-            for true, got in zip(
-                kv_of(seed, client.model, tokens).layer(layer), into.layer(layer), strict=True
-            ):
+            for true, got in zip(true_kv.layer(layer), into.layer(layer), strict=True):
                 a, b = floats(true[:, :found]), floats(got[:, :found])
                 assert float((a * b).sum() / np.sqrt((a * a).sum() * (b * b).sum())) > cosine
     return found

@@ -87,7 +87,8 @@ def intact(store: BlockStore, blocks: Iterable[Block]) -> bool:
 
 def live_blocks(store: BlockStore, more: Iterable[Block] = ()) -> list[Block]:
     """All that are counted: with a slot, to be found, kept by what hangs on them, or among ``more``."""
-    found = dict.fromkeys(more) | {b: None for slab in store._arena.slabs() for b in slab.owners if b is not None}
+    found = dict.fromkeys(more)
+    found |= {b: None for slab in store._arena.slabs() for b in slab.owners if b is not None}
     for tree in (*store._trees.values(), *store._room._dead):
         found |= dict.fromkeys(tree.blocks.values())
     for mine in store._ledger._owned.values():
@@ -161,7 +162,7 @@ def audit(
         kept += ending[id(block)] + busy[id(block)] + pins[id(block)]
         assert block.warm == warm_children[id(block)]
         if block.state == COMMITTED and block.tree.live and block.tree.record_nbytes:
-            assert (block.dirty is not None) == (block.record == UNWRITTEN)
+            assert (block.dirty is not None) == (block.record == UNWRITTEN and block.ready)
         else:
             assert block.dirty is None or not block.tree.live
         assert block.held == held_children[id(block)] + own[id(block)] + (block.state == COMPLETE) + kept

@@ -43,9 +43,10 @@ class Tiered(Machine):
     @rule(nbytes=st.sampled_from([1, MIB, 8 * MIB]))
     def demote(self, nbytes):
         trees = self.store._trees.values()
-        waiting = any(b.record == -1 and b.state == COMMITTED for tree in trees for b in tree.blocks.values())
+        known = [b for tree in trees for b in tree.blocks.values() if b.state == COMMITTED]
         blocks = self.store.below.demote(nbytes)
-        assert bool(blocks) == waiting
+        if not self.coming:
+            assert bool(blocks) == any(b.record == -1 or b in blocks for b in known)
         for block in blocks:
             assert block.state == COMMITTED and block.ready
             before = block.parent
@@ -130,7 +131,7 @@ class Tiered(Machine):
         ):
             if number == bad:
                 results.append(None)
-                if block.state == COMMITTED and block.tree.live and block.record == place:
+                if block.state == COMMITTED and block.tree.live and block.record in (place, -1):
                     self.drop(block.tree.space.info.label, block.digest)
                 continue
             for view, chunk in zip(views, self.bytes[place], strict=True):
@@ -138,6 +139,17 @@ class Tiered(Machine):
             results.append(array("I", map(zlib.crc32, self.bytes[place])))
         self.store.below.recalled(recall, results)
         self.reconcile()
+
+    @rule(which=st.integers(0, 100), moved=st.booleans())
+    def lost(self, which, moved):
+        """A block that was to be sent as it lies on disk is not there, unless it only has moved."""
+        cold = [b for tree in self.store._trees.values() for b in tree.blocks.values() if b.slot < 0]
+        cold = [b for b in cold if b.state == COMMITTED]
+        if cold:
+            block = cold[which % len(cold)]
+            if not moved:
+                self.drop(block.tree.space.info.label, block.digest)
+            self.store.below.lost(block, block.record + moved)
 
     @rule(which=st.integers(0, 100))
     def settle(self, which):
