@@ -316,19 +316,19 @@ async def test_fetches_that_hang_do_not_take_the_memory_of_the_others(tmp_path: 
 async def test_a_disk_that_hangs_does_not_keep_the_server_from_ending(
     tmp_path: Path, sick: Sick, what: str
 ) -> None:
-    """SIGTERM's way: not much longer than ``drain_s`` in all."""
+    """SIGTERM's way: ``drain_s`` for clients, and once more for the disk, which is not waited for twice."""
     doing: dict[str, Callable[[hypercache.Client], Awaitable[object]]] = {
         "reading": lambda client: get(client, 0),
         "writing": lambda client: put(client, 50),
         "removing": lambda client: client.evict(tokens_of(0, PROMPT), deadline=20),
     }
-    async with tiered(tmp_path, drain_s=1.0) as node, client_of(node) as client:
+    async with tiered(tmp_path, drain_s=2.0) as node, client_of(node) as client:
         await silent(node, client, sick, "preadv", "pwritev")
         task = asyncio.ensure_future(doing[what](client))
         await until(lambda: sick.hanging > 0)
         began = time.monotonic()
         await node.drain()
-        assert time.monotonic() - began < 1.0 + 1.5
+        assert time.monotonic() - began < 2 * 2.0 + 1.5
         await asyncio.gather(task, return_exceptions=True)
         sick.heal()
     await until(lambda: not sick.hanging)
