@@ -219,25 +219,27 @@ class _Engine:
         start = hckv.payload_offset(info)
         payload = self.record[start : start + sum(info.below_nbytes)]
         self.payload = np.frombuffer(payload, np.uint8).reshape(self.layers, info.below_nbytes[0])
+        self.lying = [row.data for row in self.payload]
         shape = (self.layout.heads, self.layers * info.block_size, self.layout.parts[0].dim)
         self.parts = [np.empty(shape, self.layout.dtype.storage) for _ in self.layout.parts]
-        self.above, self.below = codecs.get(info.codec), codecs.get(info.below or info.codec)
+        self.below = codecs.get(info.below or info.codec)
 
-    def decode(self, codec: codecs.Codec, rows: npt.NDArray[np.uint8]) -> None:
+    def decode(self) -> None:
         """In calls of about 1 MiB of K/V, whose results stay in a cache, as for both sides."""
         tokens = self.parts[0].shape[1] // self.layers
         for i in range(0, self.layers, 16):
             part = slice(i * tokens, (i + 16) * tokens)
-            codec.decode(self.layout, rows[i : i + 16], [array[:, part] for array in self.parts])
+            rows = self.payload[i : i + 16]
+            self.below.decode(self.layout, rows, [array[:, part] for array in self.parts])
 
 
 def _read(
     disk: Disk, data: Sample, names: Sequence[bytes], places: Sequence[int], engine: _Engine, decode: bool
 ) -> None:
     for name, place in zip(names, places, strict=True):
-        disk.read(data.info, name, place, engine.chunks)
+        disk.read(data.info, name, place, engine.lying, as_it_lies=True)
         if decode:
-            engine.decode(engine.above, engine.wire)
+            engine.decode()
 
 
 def _plain_read(directory: Path, data: Sample, places: Sequence[int], engine: _Engine, decode: bool) -> None:
@@ -250,7 +252,7 @@ def _plain_read(directory: Path, data: Sample, places: Sequence[int], engine: _E
             if os.preadv(fds[number_of(place)], [engine.record], offset_of(place)) != engine.record.nbytes:
                 raise NotMeasured(f"{directory}: a record is shorter than it was written")
             if decode:
-                engine.decode(engine.below, engine.payload)
+                engine.decode()
     finally:
         for fd in fds.values():
             os.close(fd)

@@ -45,7 +45,8 @@ class Node:
         self.metrics = Metrics()
         self._log = log
         self._started = time.time()
-        self._store = self._open_store(config.memory - _buffers(config.memory))
+        buffers = _buffers(config.memory) * (2 if config.l3_dir else 1)  # the same again for the disk's reads
+        self._store = self._open_store(config.memory - buffers)
         self._context = Context(
             store=self._store,
             metrics=self.metrics,
@@ -146,7 +147,7 @@ class Node:
         self._context.tiers = Tiers(
             self._store,
             disk,
-            raw_nbytes=_buffers(config.memory) // 2,
+            raw_nbytes=_buffers(config.memory),
             clock=time.monotonic,
             log=self._log,
         )
@@ -158,6 +159,7 @@ class Node:
         self._context.draining = True
         for listener in self._listeners:
             await listener.close()
+        until = time.monotonic() + self.config.drain_s
         busy = sum(session.busy for session in self._sessions)
         self._log.info("draining", connections=len(self._sessions), busy=busy, limit_s=self.config.drain_s)
         with contextlib.suppress(TimeoutError):
@@ -166,10 +168,11 @@ class Node:
                     await asyncio.sleep(0.01)
         closing = [session.channel.close(timeout=1.0) for session in self._sessions]
         await asyncio.gather(*closing, return_exceptions=True)
-        await self.stop()
+        await self.stop(max(0.0, until - time.monotonic()))
 
-    async def stop(self) -> None:
-        """Close everything now. Harmless when nothing runs."""
+    async def stop(self, limit_s: float | None = None) -> None:
+        """Close everything now, but for what is still to be written to disk: that has ``limit_s``, or
+        ``drain_s``. Harmless when nothing runs."""
         self._ready = False
         for listener in self._listeners:
             await listener.close()
@@ -183,7 +186,8 @@ class Node:
             await self._admin.close()
         tiers, self._context.tiers = self._context.tiers, None
         if tiers is not None:
-            await tiers.close(self.config.drain_s, purge=self.config.l3_on_exit == "purge")
+            seconds = self.config.drain_s if limit_s is None else limit_s
+            await tiers.close(seconds, purge=self.config.l3_on_exit == "purge")
         self._store.close()
         if self._served:
             self._log.info("stopped")

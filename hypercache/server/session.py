@@ -316,7 +316,7 @@ class Session:
         )
         self.context.open_layers += len(chunks)
         if self.context.tiers is not None:
-            self.context.tiers.opened(namespace.info)
+            self.context.tiers.reads.opened(namespace.info)
         self._handles.append(namespace)
         blocks = self.context.store.count(namespace)
         self.log.info("namespace", label=message.label, blocks=blocks)
@@ -362,9 +362,8 @@ class Session:
             self._send(channel, request_id, loading, {})
             return
         self._loading[request_id] = loading
-        ready = partial(self._loaded, channel, request_id, loading)
-        if not (message.below and namespace.info.transcoded and tiers.read(lease, ready)):
-            tiers.load(lease, partial(ready, {}))
+        as_it_lies = message.below and namespace.info.transcoded
+        tiers.reads.fetch(lease, as_it_lies, partial(self._loaded, channel, request_id, loading))
 
     def _loaded(self, channel: Channel, request_id: int, loading: _Loading, raw: Raw) -> None:
         """What there is of a fetch's blocks lies in memory now, ``raw`` of it as it lies on disk."""

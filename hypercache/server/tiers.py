@@ -10,46 +10,33 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
-import weakref
-from array import array
-from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-import numpy as np
-
 from hypercache.errors import HyperCacheError
-from hypercache.server.streams import Raw
-from hypercache.server.worker import Workers
-from hypercache.store import BlockStore, Lease, NamespaceInfo, transcode
-from hypercache.store.below import Below, Recall
-from hypercache.store.disk import Damaged, Disk, DiskFault, Write
+from hypercache.server.reads import Reads
+from hypercache.server.worker import NICE, Workers
+from hypercache.store import BlockStore
+from hypercache.store.below import Below
+from hypercache.store.disk import Disk, DiskFault, Write
 
 if TYPE_CHECKING:
     import structlog
 
     from hypercache.store import Block
 
-READ_NBYTES: Final = 2 << 20  # that one reading thread fetches before it tells
-READERS: Final = 4
-MOST_PROMOTIONS: Final = 16  # pieces that wait for it
 MOVE_BLOCKS: Final = 64
 IDLE_S: Final = 0.05
 RETRY_S, RETRY_MOST_S = 0.5, 10.0
 GRACE_S: Final = 0.5  # for jobs that run when the time for closing is over
-WRITER_NICE: Final = 10
 MOST_REMOVALS: Final = 1024  # that wait for a disk which does not take them, or does not answer
-MOST_READS: Final = 1024  # jobs that wait for one which does not answer
-TEND_S: Final = 0.1
 
 Removed = Callable[[str], None]  # "" or why it may come back
-Lying = tuple[Sequence[memoryview], Sequence[int]]  # a block's chunks and checksums, as on disk
 
 
 class Tiers:
-    """What a server with an L3 has beside its store. Only for use in the event loop. raw_nbytes: memory for
-    blocks that are sent as they lie on disk."""
+    """What a server with an L3 has beside its store. Only for use in the event loop."""
 
     def __init__(
         self,
@@ -66,22 +53,15 @@ class Tiers:
         self._disk = disk
         self._clock = clock
         self._log = log
-        self._writer = Workers("L3 writer", 1, WRITER_NICE)
-        self._readers = Workers("L3 reader", READERS)
-        self._promoter = Workers("L3 promoter", 1, WRITER_NICE)
-        self._raw_nbytes = 0  # of blocks that are sent as they lie on disk
-        self._raw_gone: deque[int] = deque()  # of that, what is no longer used; any thread may find that out
-        self._raw_limit = raw_nbytes
-        self._waiting: dict[Recall, list[_Wait]] = {}
+        self._writer = Workers("L3 writer", 1, NICE)
+        self.reads = Reads(self._below, disk, raw_nbytes=raw_nbytes, log=log)
         self._owed: list[tuple[bytes, list[bytes] | None]] = []  # removals that the disk did not take
         self._task: asyncio.Task[None] | None = None
-        self._tending: asyncio.Task[None] | None = None
         self._closing = self._unsynced = False
         self.paused = ""  # why nothing is written
         self.faults_total = 0
         self.pauses_total = 0
         self.reclaimed_total = 0  # segments
-        self.loads_failed_total = 0
 
     # -- start and end
 
@@ -99,11 +79,12 @@ class Tiers:
         for number, contents in self._disk.restore():
             for _ in self._below.adopt(number, contents, self._clock()):
                 pass
+            self.reads.warm(info for info in contents.namespaces if self._below.record_nbytes(info))
         return self._below.adopted()
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._demote(), name="L3 demotion")
-        self._tending = asyncio.create_task(self._tend(), name="L3 reads given up")
+        self.reads.start()
 
     async def close(self, limit_s: float, *, purge: bool) -> None:
         """Write what is still to be written, as far as ``limit_s`` go, and let go of the directory. A disk
@@ -114,13 +95,12 @@ class Tiers:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(0 if purge else limit_s):
                     await self._task
-        tasks = [task for task in (self._task, self._tending) if task is not None]
-        for task in tasks:
-            task.cancel()
-        await asyncio.gather(*tasks, return_exceptions=True)
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+        await self.reads.stop()
         self._writer.submit(partial(self._disk.close, purge=purge), self._closed)
         left = max(end - self._clock(), GRACE_S)
-        workers = self._readers, self._promoter, self._writer
+        workers = *self.reads.workers, self._writer
         quiet = await asyncio.gather(*[each.close(left) for each in workers])
         if not all(quiet):
             self._log.error("L3 does not answer; left as it is", directory=str(self._disk.directory))
@@ -128,140 +108,6 @@ class Tiers:
     def _closed(self, _: None, error: Exception | None) -> None:
         if error is not None:
             self._log.error("L3 was not closed cleanly", reason=str(error))
-
-    def opened(self, info: NamespaceInfo) -> None:
-        """A client may ask for blocks of this namespace: compile what that takes."""
-        if info.transcoded and self._promoter.waiting < MOST_PROMOTIONS:
-            self._promoter.submit(partial(transcode.warm, info), _warmed)
-
-    # -- L3 -> L2
-
-    def load(self, lease: Lease, ready: Callable[[], None]) -> None:
-        """Fetch what of ``lease`` lies on disk alone; ``ready`` is called once all of that has come, or has
-        turned out to be lost."""
-        if self._readers.waiting >= MOST_READS:
-            ready()  # with what there is in memory
-            return
-        fresh, joined = self._below.recall(lease, READ_NBYTES)
-        wait = _Wait(len(fresh) + len(joined), lease, ready)
-        for recall in joined:
-            self._waiting[recall].append(wait)
-        for recall in fresh:
-            self._waiting[recall] = [wait]
-            self._readers.submit(partial(self._read, recall), partial(self._loaded, recall))
-        if not wait.count:
-            ready()
-
-    def _read(self, recall: Recall) -> list[array[int] | None]:
-        found: list[array[int] | None] = []
-        if not recall.claim():
-            return found  # nobody waits for it any more
-        for block, place, chunks in zip(recall.blocks, recall.places, recall.chunks, strict=True):
-            try:
-                crcs = self._disk.read(block.tree.space.info, block.digest, place, chunks)
-            except (Damaged, DiskFault) as error:
-                self._log.warning("L3 has a block no more", reason=str(error))
-                found.append(None)
-            else:
-                found.append(crcs)
-        return found
-
-    def _loaded(self, recall: Recall, found: list[array[int] | None] | None, error: Exception | None) -> None:
-        if recall not in self._waiting:
-            return
-        if error is not None:
-            self._log.exception("reading L3 failed", exc_info=error)
-        results = found or [None] * len(recall.blocks)
-        self.loads_failed_total += results.count(None)
-        self._below.recalled(recall, results)
-        self._over(recall)
-
-    def _over(self, recall: Recall) -> None:
-        for wait in self._waiting.pop(recall):
-            wait.count -= 1
-            if not wait.count:
-                wait.ready()
-
-    async def _tend(self) -> None:
-        """Reads that nobody waits for any more give their memory back, if no thread has begun them: a disk
-        that hangs has as much of it as its threads read at once."""
-        while True:
-            await asyncio.sleep(TEND_S)
-            for recall, waits in list(self._waiting.items()):
-                if waits and all(wait.lease.ended for wait in waits) and recall.claim():
-                    self._below.unread(recall)
-                    self._over(recall)
-
-    def read(self, lease: Lease, ready: Callable[[Raw], None]) -> bool:
-        """The same without a place in memory: ``ready`` gets the blocks as they lie on disk, in buffers that
-        are kept as long as it keeps them. What is used often gets its place afterwards. False, and no more,
-        if there is no room for the buffers."""
-        while self._raw_gone:
-            self._raw_nbytes -= self._raw_gone.popleft()
-        cold = [block for block in lease.blocks if not block.ready and block.record >= 0]
-        sizes = cold[0].tree.space.info.below_nbytes if cold else ()
-        nbytes = len(cold) * sum(sizes)
-        if not cold or self._raw_nbytes + nbytes > self._raw_limit or self._readers.waiting >= MOST_READS:
-            return False
-        each = max(1, READ_NBYTES // sum(sizes))
-        pieces = [cold[at : at + each] for at in range(0, len(cold), each)]
-        found: dict[Block, Lying] = {}
-        left = len(pieces)
-
-        def landed(
-            piece: list[Block], places: list[int], got: list[Lying | None] | None, error: object
-        ) -> None:
-            nonlocal left
-            left -= 1
-            for block, was, one in zip(piece, places, got or [None] * len(piece), strict=True):
-                if one is not None:
-                    found[block] = one
-                else:
-                    self.loads_failed_total += 1
-                    self._below.lost(block, was)
-            if not left:
-                ready(found)
-                self._promote(found)
-
-        for piece in pieces:
-            memory = np.empty(len(piece) * sum(sizes), np.uint8)
-            buffer = memoryview(memory)  # type: ignore[arg-type]
-            self._raw_nbytes += buffer.nbytes
-            weakref.finalize(memory, self._raw_gone.append, buffer.nbytes)
-            places = [block.record for block in piece]
-            job = partial(self._read_raw, piece, places, sizes, buffer)
-            self._readers.submit(job, partial(landed, piece, places))
-        return True
-
-    def _read_raw(
-        self, piece: list[Block], places: list[int], sizes: tuple[int, ...], buffer: memoryview
-    ) -> list[Lying | None]:
-        found: list[Lying | None] = []
-        at = 0
-        for block, place in zip(piece, places, strict=True):
-            chunks: list[memoryview] = []
-            for size in sizes:
-                chunks.append(buffer[at : at + size])
-                at += size
-            try:
-                info = block.tree.space.info
-                crcs = self._disk.read(info, block.digest, place, chunks, as_it_lies=True)
-            except (Damaged, DiskFault) as error:
-                self._log.warning("L3 has a block no more", reason=str(error))
-                found.append(None)
-            else:
-                found.append((chunks, crcs))
-        return found
-
-    def _promote(self, used: Iterable[Block]) -> None:
-        """Blocks that were read past the memory get a place in it, if they are used often enough."""
-        wanted = self._below.wanted(list(used))
-        if not wanted or self._promoter.waiting >= MOST_PROMOTIONS:
-            return
-        fresh, _ = self._below.fetch(wanted, READ_NBYTES)
-        for recall in fresh:
-            self._waiting[recall] = []
-            self._promoter.submit(partial(self._read, recall), partial(self._loaded, recall))
 
     # -- removals
 
@@ -408,32 +254,15 @@ class Tiers:
             "blocks_writing": below.writing,
             "bytes_writing_limit": self._disk.batch_nbytes,
             "blocks_loading": below.loading,
-            "bytes_sending": self._raw_nbytes,
-            "bytes_sending_limit": self._raw_limit,
             "removals_owed": len(self._owed),
             "removals_owed_limit": MOST_REMOVALS,
             "demoted_total": below.demoted_total,
             "promoted_total": below.promoted_total,
             "admitted_total": below.admitted_total,
             "damaged_total": below.damaged_total,
-            "loads_failed_total": self.loads_failed_total,
+            **self.reads.numbers(),
             "reclaimed_total": self.reclaimed_total,
             "faults_total": self.faults_total,
             "pauses_total": self.pauses_total,
             "disk": dataclasses.asdict(self._disk.stats()),
         }
-
-
-def _warmed(_: None, error: Exception | None) -> None:
-    """Who needs it will find out."""
-
-
-class _Wait:
-    """Who waits for so many pieces."""
-
-    __slots__ = ("count", "lease", "ready")
-
-    def __init__(self, count: int, lease: Lease, ready: Callable[[], None]) -> None:
-        self.count = count
-        self.lease = lease
-        self.ready = ready

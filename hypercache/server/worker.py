@@ -11,6 +11,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 T = TypeVar("T")
+NICE = 10  # of threads whose work nobody waits for
 Done = Callable[[Any, Exception | None], None]
 
 

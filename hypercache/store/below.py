@@ -19,7 +19,6 @@ from hypercache.store import hckv
 from hypercache.store.hckv import ALIGN
 from hypercache.store.hckv_file import Contents, number_of, place
 from hypercache.store.hckv_geometry import check_sizes
-from hypercache.store.holds import Lease
 from hypercache.store.index import COMMITTED, UNWRITTEN, WRITING, Block, Tree, attach, hold
 from hypercache.store.namespace import Namespace, NamespaceInfo
 from hypercache.store.policy import Policy
@@ -165,13 +164,9 @@ class Below:
 
     # -- L3 -> L2
 
-    def recall(self, lease: Lease, limit_nbytes: int) -> tuple[list[Recall], list[Recall]]:
-        """What is to be read so that all of ``lease`` can be: in pieces of about so many bytes, and those
-        that others have begun. Takes slots; where there is none left, the lease will turn out shorter."""
-        return self.fetch(lease.blocks, limit_nbytes)
-
-    def fetch(self, blocks: Sequence[Block], limit_nbytes: int) -> tuple[list[Recall], list[Recall]]:
-        """The same of blocks that somebody holds, or that are to come because they are used."""
+    def recall(self, blocks: Sequence[Block], limit_nbytes: int) -> tuple[list[Recall], list[Recall]]:
+        """What is to be read so that these blocks lie in memory: in pieces of about so many bytes, and those
+        that others have begun. Takes slots, as long as there are any."""
         fresh: list[Recall] = []
         joined: dict[Recall, None] = {}
         for block in blocks:

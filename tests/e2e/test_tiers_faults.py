@@ -373,7 +373,7 @@ async def test_a_restart_with_an_index_that_is_smaller_than_the_disk(tmp_path: P
     served, and the index keeps to its limit."""
     spec = make_spec(layers=2, heads=1, dim=8)
     tokens = 16 * 400 + 1
-    async with tiered(tmp_path, memory=256 * MIB) as node, client_of(node, spec) as client:
+    async with tiered(tmp_path, memory=288 * MIB) as node, client_of(node, spec) as client:
         for seed in range(20):
             await put(client, seed, tokens)
             await written(node)

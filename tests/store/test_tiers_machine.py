@@ -115,7 +115,7 @@ class Tiered(Machine):
             self.ask(opened[which % len(opened)])
 
     def ask(self, lease: Lease) -> None:
-        fresh, joined = self.store.below.recall(lease, MIB)
+        fresh, joined = self.store.below.recall(lease.blocks, MIB)
         assert set(joined) <= set(self.coming) and not set(fresh) & set(joined)
         self.coming += fresh
         self.reconcile()
