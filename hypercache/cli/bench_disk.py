@@ -21,7 +21,6 @@ from statistics import median
 from typing import Any, Literal
 
 import numpy as np
-import numpy.typing as npt
 
 from hypercache import codecs
 from hypercache.checksum import checksum

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 READ_NBYTES: Final = 2 << 20  # that one thread fetches before it tells
 READERS: Final = 4
 MOST_READS: Final = 1024  # jobs that wait for a disk which does not answer
+PROMOTE_S: Final = 1.0  # after a fetch, so that it takes no time from it
 MOST_PROMOTIONS: Final = 16  # pieces that wait for a place in memory
 MOST_WARM: Final = 4096
 TEND_S: Final = 0.1
@@ -53,11 +54,13 @@ class Reads:
         self._raw_gone: deque[int] = deque()  # of them, what is no longer used; any thread may find that out
         self._failed_total = 0
         self._task: asyncio.Task[None] | None = None
+        self._closed = False
 
     def start(self) -> None:
         self._task = asyncio.create_task(self._tend(), name="L3 reads given up")
 
     async def stop(self) -> None:
+        self._closed = True
         if self._task is not None:
             self._task.cancel()
             await asyncio.gather(self._task, return_exceptions=True)
@@ -107,7 +110,8 @@ class Reads:
 
     def _come(self, raw: dict[Block, Lying], ready: Callable[[Raw], None]) -> None:
         ready(raw)
-        self._promote(raw)
+        if raw:
+            asyncio.get_running_loop().call_later(PROMOTE_S, self._promote, list(raw))
 
     # -- into the arena
 
@@ -155,9 +159,11 @@ class Reads:
                     self._below.unread(recall)
                     self._over(recall)
 
-    def _promote(self, used: Iterable[Block]) -> None:
+    def _promote(self, used: Sequence[Block]) -> None:
         """Blocks that were read past the memory get a place in it, if they are used often enough."""
-        wanted = self._below.wanted(list(used)) if self._promoter.waiting < MOST_PROMOTIONS else []
+        if self._closed:
+            return
+        wanted = self._below.wanted(used) if self._promoter.waiting < MOST_PROMOTIONS else []
         fresh, _ = self._below.recall(wanted, READ_NBYTES)
         for recall in fresh:
             self._waiting[recall] = []

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
@@ -28,6 +29,8 @@ if TYPE_CHECKING:
 
 MOVE_BLOCKS: Final = 64
 IDLE_S: Final = 0.05
+SYNC_S: Final = 1.0
+CALM_NBYTES: Final = 1 << 18  # of records that are written at a time: others wait for a core no longer
 RETRY_S, RETRY_MOST_S = 0.5, 10.0
 GRACE_S: Final = 0.5  # for jobs that run when the time for closing is over
 MOST_REMOVALS: Final = 1024  # that wait for a disk which does not take them, or does not answer
@@ -57,7 +60,8 @@ class Tiers:
         self.reads = Reads(self._below, disk, raw_nbytes=raw_nbytes, log=log)
         self._owed: list[tuple[bytes, list[bytes] | None]] = []  # removals that the disk did not take
         self._task: asyncio.Task[None] | None = None
-        self._closing = self._unsynced = False
+        self._sync_at = math.inf
+        self._closing = False
         self.paused = ""  # why nothing is written
         self.faults_total = 0
         self.pauses_total = 0
@@ -175,17 +179,18 @@ class Tiers:
             await self._writer.call(partial(self._disk.remove, namespace, digests))
             self._owed.pop(0)
         if not self._below.dirty:
-            if self._unsynced:
-                self._unsynced = False
+            if self._clock() >= self._sync_at:
+                self._sync_at = math.inf
                 await self._writer.call(self._disk.sync)
             return None
         segment = await self._writer.call(partial(self._disk.overfull, self._disk.batch_nbytes))
         if segment is not None:
             await self._reclaim(segment)
             return 0.0
-        blocks = self._below.demote(
-            self._disk.batch_nbytes
-        )  # and given to the writer before anything else happens
+        most = self._disk.batch_nbytes
+        if not (self._closing or self._below.hurry):
+            most = min(most, CALM_NBYTES)
+        blocks = self._below.demote(most)  # and given to the writer before anything else happens
         if not blocks:
             return None
         began = self._clock()
@@ -197,7 +202,8 @@ class Tiers:
             self._below.undone(blocks[len(places) :])
             raise
         self._below.demoted(blocks, places)
-        self._unsynced = self._disk.fsync == "interval"
+        if self._disk.fsync == "interval":  # what no further write forces to the disk
+            self._sync_at = self._clock() + SYNC_S
         return self._clock() - began
 
     def _write(self, block: Block) -> Write:

@@ -81,9 +81,9 @@ class Below:
 
     @property
     def hurry(self) -> bool:
-        """What comes next will take the place of blocks that wait for being written."""
+        """What comes next may soon take the place of blocks that wait for being written."""
         arena = self._room.arena
-        return self.dirty_nbytes > max(0, arena.nbytes - arena.used)
+        return self.dirty_nbytes > max(arena.nbytes // 8, arena.nbytes - arena.used)
 
     def record_nbytes(self, info: NamespaceInfo) -> int:
         """Of a block in L3; 0: blocks of this namespace cannot be written there."""
