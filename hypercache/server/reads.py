@@ -11,6 +11,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
+import numpy.typing as npt
 
 from hypercache.server.streams import Raw
 from hypercache.server.worker import NICE, Workers
@@ -31,7 +32,9 @@ MOST_PROMOTIONS: Final = 16  # pieces that wait for a place in memory
 MOST_WARM: Final = 4096
 TEND_S: Final = 0.1
 
+Bytes = npt.NDArray[np.uint8]
 Lying = tuple[Sequence[memoryview], Sequence[int]]  # a block's chunks and checksums, as on disk
+Read = Callable[["Block", int, Sequence[memoryview], bool], "array[int] | None"]
 
 
 class Reads:
@@ -49,9 +52,10 @@ class Reads:
         self.workers = self._readers, self._promoter
         self._waiting: dict[Recall, list[_Wait]] = {}
         self._warm: set[bytes] = set()  # namespaces whose kernels are compiled, or just being
-        self._raw_nbytes = 0
+        self._raw_nbytes = 0  # of buffers in use
         self._raw_limit = raw_nbytes
-        self._raw_gone: deque[int] = deque()  # of them, what is no longer used; any thread may find that out
+        self._raw_back: deque[bytearray] = deque()  # no longer in use; any thread may find that out
+        self._raw_free: list[bytearray] = []  # their pages are there already: touching new ones takes time
         self._failed_total = 0
         self._task: asyncio.Task[None] | None = None
         self._closed = False
@@ -120,11 +124,11 @@ class Reads:
         if not recall.claim():
             return found  # nobody waits for it any more
         for block, place, chunks in zip(recall.blocks, recall.places, recall.chunks, strict=True):
-            found.append(self._read(block, place, chunks, as_it_lies=False))
+            found.append(self._read(block, place, chunks, False))
         return found
 
     def _read(
-        self, block: Block, place: int, chunks: Sequence[memoryview], *, as_it_lies: bool
+        self, block: Block, place: int, chunks: Sequence[memoryview], as_it_lies: bool
     ) -> array[int] | None:
         try:
             info = block.tree.space.info
@@ -173,22 +177,31 @@ class Reads:
 
     def _room_for(self, cold: Sequence[Block]) -> Sequence[Block]:
         """The first of these blocks, as many as there is memory for."""
-        while self._raw_gone:
-            self._raw_nbytes -= self._raw_gone.popleft()
+        while self._raw_back:
+            buffer = self._raw_back.popleft()
+            self._raw_nbytes -= len(buffer)
+            self._raw_free.append(buffer)
         if not cold:
             return cold
-        each = sum(cold[0].tree.space.info.below_nbytes)
-        return cold[: max(0, self._raw_limit - self._raw_nbytes) // each]
+        block = sum(cold[0].tree.space.info.below_nbytes)
+        each = max(1, READ_NBYTES // block)
+        return cold[: max(0, self._raw_limit - self._raw_nbytes) // (each * block) * each]
 
     def _pieces(self, blocks: Sequence[Block]) -> list[_Piece]:
         sizes = blocks[0].tree.space.info.below_nbytes if blocks else (1,)
         each = max(1, READ_NBYTES // sum(sizes))
         parts = [blocks[at : at + each] for at in range(0, len(blocks), each)]
-        pieces = [_Piece(part, sizes, partial(self._read, as_it_lies=True)) for part in parts]
-        for piece in pieces:
-            self._raw_nbytes += piece.memory.nbytes
-            weakref.finalize(piece.memory, self._raw_gone.append, piece.memory.nbytes)
-        return pieces
+        return [_Piece(part, sizes, self._buffer(each * sum(sizes)), self._read) for part in parts]
+
+    def _buffer(self, nbytes: int) -> Bytes:
+        """Of so many bytes, ours again when nobody refers to it any more."""
+        while self._raw_free and len(self._raw_free[-1]) != nbytes:
+            self._raw_free.pop()  # of a namespace with other blocks
+        buffer = self._raw_free.pop() if self._raw_free else bytearray(nbytes)
+        self._raw_nbytes += nbytes
+        memory = np.frombuffer(buffer, np.uint8)
+        weakref.finalize(memory, self._raw_back.append, buffer)
+        return memory
 
     def _landed(
         self,
@@ -214,7 +227,7 @@ class Reads:
     def numbers(self) -> dict[str, Any]:
         """As of Tiers."""
         return {
-            "bytes_sending": self._raw_nbytes - sum(self._raw_gone),
+            "bytes_sending": self._raw_nbytes - sum(map(len, list(self._raw_back))),
             "bytes_sending_limit": self._raw_limit,
             "reads_waiting": sum(workers.waiting for workers in self.workers),
             "reads_waiting_limit": MOST_READS + MOST_PROMOTIONS,
@@ -229,24 +242,26 @@ class _Piece:
         self,
         blocks: Sequence[Block],
         sizes: Sequence[int],
-        read: Callable[[Block, int, Sequence[memoryview]], array[int] | None],
+        memory: Bytes,
+        read: Read,
     ) -> None:
         self.blocks = blocks
         self.places = [block.record for block in blocks]
-        self.memory = np.empty(len(blocks) * sum(sizes), np.uint8)
+        self._memory: Bytes | None = memory
         self._sizes = sizes
         self._read = read
 
     def read(self) -> list[Lying | None]:
         found: list[Lying | None] = []
-        view = self.memory.data
+        assert self._memory is not None
+        view, self._memory = self._memory.data, None
         at = 0
         for block, place in zip(self.blocks, self.places, strict=True):
             chunks: list[memoryview] = []
             for size in self._sizes:
                 chunks.append(view[at : at + size])
                 at += size
-            crcs = None if place < 0 else self._read(block, place, chunks)
+            crcs = None if place < 0 else self._read(block, place, chunks, True)
             found.append(None if crcs is None else (chunks, crcs))
         return found
 
