@@ -31,6 +31,7 @@ MAX_HANDLES = 256
 MAX_OPEN_LAYERS = 1 << 20  # of all sessions' handles: about 100 MB
 MIN_FRAME_BYTES = 64 << 10
 LINGER_S = 10.0
+PATIENCE = 0.6  # of a fetch's time is for the disk
 HOT_BLOCKS = 512  # of one fetch are counted as used: about a third of a millisecond
 _CODES: tuple[tuple[type[HyperCacheError], ErrorCode], ...] = (
     (SpecError, ErrorCode.SPEC),
@@ -48,12 +49,14 @@ class _Refusal(Exception):
 
 @dataclass(eq=False, slots=True)
 class _Loading:
-    """A fetch whose answer waits until its blocks lie in memory. asked: blocks of its causal run."""
+    """A fetch whose answer waits for the disk, but no longer than until ``patience``: what memory has of it
+    is to arrive before its deadline. asked: blocks of its causal run."""
 
     namespace: Namespace
     lease: Lease
     message: protocol.Fetch
     deadline: float
+    patience: float
     asked: int
 
 
@@ -171,11 +174,8 @@ class Session:
             if now > fetch.deadline:
                 channel.add_source(fetch)  # its next frame is the error
         for request_id, loading in list(self._loading.items()):
-            if now > loading.deadline:
-                del self._loading[request_id]
-                self.context.store.release(loading.lease)
-                self.context.metrics.request("fetch", "deadline")
-                self._refuse(channel, request_id, ErrorCode.DEADLINE, "the disk did not answer in time")
+            if now > loading.patience:
+                self._loaded(channel, request_id, loading, {})  # with what there is in memory
         for fetch in [fetch for fetch in self._lingering if not fetch.lent]:
             self._lingering.remove(fetch)
         if any(now > fetch.ended_at + LINGER_S for fetch in self._lingering):
@@ -356,7 +356,8 @@ class Session:
         now = self.context.clock()
         seconds = min(max(message.deadline_ms, 1) / 1000, self.context.lease_limit_s)
         lease = self.context.store.lease(namespace, digests, self, seconds, now, message.chains)
-        loading = _Loading(namespace, lease, message, now + seconds, len(digests))
+        patience = now + PATIENCE * seconds
+        loading = _Loading(namespace, lease, message, now + seconds, patience, len(digests))
         tiers = self.context.tiers
         if tiers is None or lease.ready:
             self._send(channel, request_id, loading, {})
