@@ -155,7 +155,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _say(kind: str, value: object) -> None:
-    print(json.dumps({kind: value}), flush=True)
+    try:
+        print(json.dumps({kind: value}), flush=True)
+    except BrokenPipeError:  # who started us is gone: nobody is left to be told anything
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        sys.exit(141)
 
 
 if __name__ == "__main__":

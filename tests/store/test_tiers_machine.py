@@ -223,5 +223,5 @@ TestTiered = Tiered.TestCase
 TestTieredLru = TieredLru.TestCase
 TestTieredS3Fifo = TieredS3Fifo.TestCase
 for case in (TestTiered, TestTieredLru, TestTieredS3Fifo):
-    case.settings = settings(max_examples=100, stateful_step_count=50, deadline=None)
+    case.settings = settings(max_examples=50, stateful_step_count=50, deadline=None)
 del case
